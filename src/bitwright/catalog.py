@@ -1,0 +1,94 @@
+"""The one folder scanner behind every plug-in folder.
+
+A folder is the registry: each public module in it defines one constant (``FORMATS``, ``SCHEMES``, …), a tuple of named
+records. Adding a thing is adding one file. Nothing registers itself at import, no list is kept by hand, and a name
+that two files claim is an error that names both.
+
+    FORMATS = Catalog(kind="format", package="bitwright.formats.definitions", attribute="FORMATS", record_type=Format)
+    FORMATS["fp8_e4m3"]        # UnknownName: unknown format 'fp8e4m3'; did you mean 'fp8_e4m3'? Known: …
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from bitwright.errors import UnknownName
+
+
+class Named(Protocol):
+    """What a catalog holds: anything with a name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+T = TypeVar("T", bound=Named)
+
+
+def nearest_name_hint(name: str, known: list[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the closest known name, or ``""``."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean '{close[0]}'?" if close else "."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Catalog(Mapping[str, T], Generic[T]):
+    """All records of one kind, read from the modules of one package when first asked for."""
+
+    #: What one record is called in messages ("format", "scheme").
+    kind: str
+    #: Dotted name of the package whose modules are scanned.
+    package: str
+    #: The constant every module of the package must define: a tuple of records.
+    attribute: str
+    #: The class (or classes) every record must be an instance of.
+    record_type: type | tuple[type, ...]
+    _records: dict[str, T] = field(default_factory=dict, repr=False, compare=False)
+
+    def _scan(self) -> dict[str, T]:
+        if self._records:
+            return self._records
+        found: dict[str, T] = {}
+        origin: dict[str, str] = {}
+        package = importlib.import_module(self.package)
+        for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
+            if info.name.startswith("_"):
+                continue
+            module = importlib.import_module(f"{self.package}.{info.name}")
+            records = getattr(module, self.attribute, None)
+            if not isinstance(records, tuple) or not records:
+                raise TypeError(f"{module.__name__} must define {self.attribute}, a non-empty tuple of {self.kind}s")
+            for record in records:
+                if not isinstance(record, self.record_type):
+                    raise TypeError(f"{module.__name__}.{self.attribute} holds {record!r}, which is no {self.kind}")
+                if record.name in found:
+                    raise TypeError(
+                        f"{self.kind} '{record.name}' is defined twice: in {origin[record.name]} and {module.__name__}"
+                    )
+                found[record.name] = record
+                origin[record.name] = module.__name__
+        self._records.update(found)
+        return self._records
+
+    def __getitem__(self, name: str) -> T:
+        records = self._scan()
+        if name not in records:
+            known = sorted(records)
+            raise UnknownName(
+                f"unknown {self.kind} {name!r}{nearest_name_hint(name, known)} Known {self.kind}s: {', '.join(known)}"
+            )
+        return records[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._scan())
+
+    def __len__(self) -> int:
+        return len(self._scan())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._scan()
