@@ -1,0 +1,12 @@
+"""Load a model and name every site of it; never changes a model.
+
+loaded = models.load("demo")              # a folder, a .gguf file, a hub id, demo, demo-dithered
+sites = models.find_sites(loaded.model)   # every weight whose precision can be chosen
+models.site_weight(loaded.model, sites[0])  # its [out, in] view
+"""
+
+from __future__ import annotations
+
+from bitwright.models.sites import Site, find_sites, site_weight
+
+__all__ = ["Site", "find_sites", "site_weight"]
