@@ -1,0 +1,121 @@
+"""Limits, their texts, and what follows from which of them are set."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bitwright.errors import BudgetError
+from bitwright.plan import (
+    Budget,
+    default_objective,
+    parse_bytes,
+    parse_ratio,
+    raise_if_no_scheme_fits,
+    settle_budget,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("90MiB", 94_371_840),
+        ("90 mib", 94_371_840),
+        ("90MB", 90_000_000),
+        ("1.5GB", 1_500_000_000),
+        ("1GiB", 1_073_741_824),
+        ("2kB", 2000),
+        ("2KiB", 2048),
+        ("94371840", 94_371_840),
+        ("1e6", 1_000_000),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text: str, num_bytes: int):
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "ninety", "-3MiB", "0", "90M", "90Mib/s", "90%", "nan", "inf", "1e999GB"])
+def test_sizes_refused(text: str):
+    with pytest.raises(BudgetError):
+        parse_bytes(text)
+
+
+def test_an_open_prefix_is_answered_with_both_readings():
+    with pytest.raises(BudgetError, match=r"write 90MB \(powers of 1000\) or 90MiB \(powers of 1024\)"):
+        parse_bytes("90M")
+
+
+@given(st.integers(1, 10**9))
+def test_kibibytes_are_1024(count: int):
+    assert parse_bytes(f"{count}KiB") == 1024 * parse_bytes(f"{count}B")
+
+
+@pytest.mark.parametrize(("text", "ratio"), [("1%", 0.01), ("0.01", 0.01), ("150 %", 1.5), ("0.5", 0.5)])
+def test_ratios(text: str, ratio: float):
+    assert parse_ratio(text) == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("text", ["", "one", "1.01", "1MiB", "%"])
+def test_ratios_refused(text: str):
+    with pytest.raises(BudgetError):
+        parse_ratio(text)
+
+
+@pytest.mark.parametrize("name", ["max_kl", "max_ppl_increase", "max_memory_bytes", "effective_bits"])
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "4", True])
+def test_impossible_limits_name_the_limit(name: str, value: object):
+    with pytest.raises(BudgetError, match=name):
+        Budget(**{name: value})
+
+
+def test_more_bits_than_any_weight_has():
+    with pytest.raises(BudgetError, match="at most 32"):
+        Budget(effective_bits=33)
+
+
+def test_objective_follows_from_the_limits():
+    assert default_objective(Budget(max_kl=0.1))[0] == "memory"
+    assert default_objective(Budget(max_ppl_increase=0.1))[0] == "memory"
+    assert default_objective(Budget(effective_bits=4.8))[0] == "kl"
+    assert default_objective(Budget(max_memory_bytes=1e9))[0] == "kl"
+    assert default_objective(Budget(max_kl=0.1, effective_bits=4.8))[0] == "kl"
+
+
+def test_no_limit_becomes_the_stated_one():
+    budget, objective, reason = settle_budget(Budget())
+    assert (budget, objective) == (Budget(max_kl=0.02), "memory")
+    assert "no limit was given" in reason
+
+
+def test_asked_for_objective_stays():
+    assert settle_budget(Budget(max_kl=0.1, effective_bits=5), "memory") == (
+        Budget(max_kl=0.1, effective_bits=5),
+        "memory",
+        "asked for",
+    )
+
+
+@pytest.mark.parametrize(
+    ("budget", "objective"),
+    [
+        (Budget(effective_bits=5), "memory"),
+        (Budget(max_kl=0.1), "kl"),
+        (Budget(), "kl"),
+        (Budget(max_kl=0.1), "speed"),
+    ],
+)
+def test_contradictions(budget: Budget, objective: str):
+    with pytest.raises(BudgetError, match="objective"):
+        settle_budget(budget, objective)
+
+
+def test_fewer_bits_than_any_scheme():
+    bits = {"bf16": 16.0, "int4_g128": 4.125}
+    raise_if_no_scheme_fits(Budget(effective_bits=4.125), bits)
+    raise_if_no_scheme_fits(Budget(max_kl=0.1), bits)
+    with pytest.raises(BudgetError, match=r"below the smallest scheme on offer \(int4_g128: 4\.125"):
+        raise_if_no_scheme_fits(Budget(effective_bits=4), bits)
