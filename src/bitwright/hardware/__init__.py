@@ -1,0 +1,19 @@
+"""What a chip can do: one TOML file a device, detection of the machine at hand, roofline times, bytes of memory.
+
+    from bitwright import hardware
+
+    l4 = hardware.get("l4")
+    l4.matmul_tflops["fp8_e4m3"]                             # 242.0, dense
+    hardware.detect()                                        # (Device(name="x86-avx512-bf16", …), "the processor …")
+    hardware.roofline.matmul_time(l4, tokens=1, out_features=4096, in_features=4096, weight_bits=4.5,
+                                  compute_format="bf16")     # MatmulTime(seconds=…, bound="memory", …), predicted
+    hardware.memory.kv_cache_bytes(num_layers=32, num_kv_heads=8, head_dim=128, num_tokens=8192)
+
+Nothing here runs a kernel: every time is *predicted* from a device file's figures. Imports neither torch nor a model.
+"""
+
+from bitwright.hardware import memory, roofline
+from bitwright.hardware.detect import detect
+from bitwright.hardware.device import Device, Link, devices, get, names, read_device_file
+
+__all__ = ["Device", "Link", "detect", "devices", "get", "memory", "names", "read_device_file", "roofline"]

@@ -1,0 +1,93 @@
+"""Bytes of weights and of the KV cache. The only place with such formulas; all results are *predicted* from shapes.
+
+Activations, gradients and optimizer states join here when training and serving need them.
+"""
+
+from __future__ import annotations
+
+import math
+
+from bitwright.errors import HardwareError
+
+
+def weight_bytes(
+    *,
+    out_features: int,
+    in_features: int,
+    code_bits: float,
+    group_size: int | None = None,
+    scale_bits: float = 0.0,
+    zero_point_bits: float = 0.0,
+    tensor_scale_bits: float = 0.0,
+) -> int:
+    """Return the stored bytes of one ``[out, in]`` weight: codes, the scales and zero points of its groups.
+
+        bits = out · in · code_bits + out · ⌈in / group_size⌉ · (scale_bits + zero_point_bits) + tensor_scale_bits
+
+    A last group that is shorter than the others still has a whole scale. Codes are packed without gaps; the result is
+    rounded up to bytes. Checked against GGUF's blocks of 32 (ggml-common.h): Q4_1 = 20 bytes (5 bits per weight: 4-bit
+    codes, fp16 scale, fp16 minimum as `zero_point_bits`), Q8_0 = 34 bytes; OCP MX v1.0 §5: 4.25 bits for MXFP4.
+
+    Args:
+        code_bits: bits of one code (4 for int4).
+        group_size: weights along `in_features` that share a scale; None = one scale per row (where `scale_bits` > 0).
+        scale_bits, zero_point_bits: bits of one group's scale and of its zero point or minimum.
+        tensor_scale_bits: bits of one more scale for the whole tensor (32 for NVFP4).
+
+    Raises:
+        HardwareError: a size is not positive, or a number of bits is negative.
+    """
+    _raise_if_not_positive(out_features=out_features, in_features=in_features, code_bits=code_bits)
+    _raise_if_negative(scale_bits=scale_bits, zero_point_bits=zero_point_bits, tensor_scale_bits=tensor_scale_bits)
+    if group_size is not None:
+        _raise_if_not_positive(group_size=group_size)
+    groups_per_row = 1 if group_size is None else math.ceil(in_features / group_size)
+    bits = out_features * in_features * code_bits
+    bits += out_features * groups_per_row * (scale_bits + zero_point_bits) + tensor_scale_bits
+    return math.ceil(bits / 8)
+
+
+def kv_cache_bytes(
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_tokens: int,
+    batch: int = 1,
+    value_bits: float = 16.0,
+    scale_bits_per_token_head: float = 0.0,
+) -> int:
+    """Return the bytes of keys and values kept for `batch` sequences of `num_tokens` tokens.
+
+        bits = 2 · layers · batch · tokens · kv_heads · (head_dim · value_bits + scale_bits_per_token_head)
+
+    Source: Pope et al., "Efficiently Scaling Transformer Inference", arXiv:2211.05102, §3 (the 2 is keys and values),
+    with the number of key–value heads of grouped-query attention (Ainslie et al., arXiv:2305.13245) in place of all
+    heads. Paged allocators round up to whole blocks of tokens, which is not counted.
+
+    Raises:
+        HardwareError: a size is not positive, or the scale's bits are negative.
+    """
+    _raise_if_not_positive(
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        num_tokens=num_tokens,
+        batch=batch,
+        value_bits=value_bits,
+    )
+    _raise_if_negative(scale_bits_per_token_head=scale_bits_per_token_head)
+    per_token_head_bits = head_dim * value_bits + scale_bits_per_token_head
+    return math.ceil(2 * num_layers * batch * num_tokens * num_kv_heads * per_token_head_bits / 8)
+
+
+def _raise_if_not_positive(**sizes: float) -> None:
+    for name, value in sizes.items():
+        if not value > 0:
+            raise HardwareError(f"{name} is {value}, but bytes are counted for positive sizes only; correct it")
+
+
+def _raise_if_negative(**sizes: float) -> None:
+    for name, value in sizes.items():
+        if not value >= 0:
+            raise HardwareError(f"{name} is {value}, but a number of bits is never negative; use 0 where there is none")

@@ -1,0 +1,69 @@
+"""Bytes against published block sizes and model figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from bitwright.errors import HardwareError
+from bitwright.hardware.memory import kv_cache_bytes, weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("fields", "bytes_per_block"),
+    [
+        # ggml-common.h: sizeof(block_q4_0), block_q4_1, block_q5_1, block_q8_0, all for 32 weights
+        ({"code_bits": 4, "group_size": 32, "scale_bits": 16}, 18),
+        ({"code_bits": 4, "group_size": 32, "scale_bits": 16, "zero_point_bits": 16}, 20),
+        ({"code_bits": 5, "group_size": 32, "scale_bits": 16, "zero_point_bits": 16}, 24),
+        ({"code_bits": 8, "group_size": 32, "scale_bits": 16}, 34),
+        # OCP MX v1.0: one E8M0 scale for 32 elements; MXFP4 is 4.25 bits
+        ({"code_bits": 4, "group_size": 32, "scale_bits": 8}, 17),
+        ({"code_bits": 16}, 64),
+    ],
+)
+def test_blocks_have_the_published_size(fields: dict[str, float], bytes_per_block: int) -> None:
+    assert weight_bytes(out_features=3, in_features=64, **fields) == 3 * 2 * bytes_per_block
+
+
+def test_nvfp4_is_four_and_a_half_bits_and_one_scale() -> None:
+    size = weight_bytes(
+        out_features=128, in_features=256, code_bits=4, group_size=16, scale_bits=8, tensor_scale_bits=32
+    )
+    assert size == 128 * 256 * 4.5 / 8 + 4
+
+
+def test_a_shorter_last_group_has_a_whole_scale() -> None:
+    # 576 = 4 x 128 + 64: five scales a row
+    assert weight_bytes(out_features=2, in_features=576, code_bits=4, group_size=128, scale_bits=16) == 2 * (288 + 10)
+
+
+def test_a_row_scale_needs_no_group() -> None:
+    assert weight_bytes(out_features=10, in_features=100, code_bits=8, scale_bits=32) == 10 * 104
+
+
+def test_odd_bits_round_up_to_a_byte() -> None:
+    assert weight_bytes(out_features=1, in_features=3, code_bits=3) == 2
+
+
+def test_llama_3_8b_keeps_128_kib_a_token() -> None:
+    # 32 layers, 8 KV heads of 128, 16 bits: 2 x 32 x 8 x 128 x 2 = 131,072 bytes; 8,192 tokens are 1 GiB
+    assert kv_cache_bytes(num_layers=32, num_kv_heads=8, head_dim=128, num_tokens=1) == 131_072
+    assert kv_cache_bytes(num_layers=32, num_kv_heads=8, head_dim=128, num_tokens=8192, batch=4) == 4 * 2**30
+
+
+def test_kv_scales_are_counted() -> None:
+    size = kv_cache_bytes(
+        num_layers=1, num_kv_heads=1, head_dim=64, num_tokens=10, value_bits=8, scale_bits_per_token_head=16
+    )
+    assert size == 2 * 10 * (64 + 2)
+
+
+def test_impossible_sizes_are_named() -> None:
+    with pytest.raises(HardwareError, match="in_features is 0"):
+        weight_bytes(out_features=1, in_features=0, code_bits=4)
+    with pytest.raises(HardwareError, match="group_size is -1"):
+        weight_bytes(out_features=1, in_features=8, code_bits=4, group_size=-1)
+    with pytest.raises(HardwareError, match="scale_bits is -8"):
+        weight_bytes(out_features=1, in_features=8, code_bits=4, scale_bits=-8)
+    with pytest.raises(HardwareError, match="num_tokens is 0"):
+        kv_cache_bytes(num_layers=1, num_kv_heads=1, head_dim=64, num_tokens=0)
