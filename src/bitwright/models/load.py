@@ -1,0 +1,106 @@
+"""One door for every source of a model.
+
+    load("path/to/folder")      a Hugging Face folder (safetensors)
+    load("model.gguf")          a GGUF file, dequantised to fp32
+    load("owner/name")          a hub id; the files are fetched once, then it is a folder
+    load("demo")                the built-in real model; "demo-dithered" is the same without its 4-bit grid
+
+What exists on disk is a file or folder; what does not and looks like ``owner/name`` is a hub id; everything else is
+a missing path.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from bitwright.errors import MissingExtra, ModelError
+from bitwright.models.demo import demo_file, dither
+from bitwright.models.gguf_file import load_gguf, one_line
+from bitwright.models.hf_folder import load_folder
+from bitwright.models.loaded import LoadedModel, from_memory
+from bitwright.models.sites import find_sites
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+#: What is fetched from the hub; weights in folders below the top are other formats of the same model.
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BuiltIn:
+    dithered: bool
+
+
+#: Names that are sources of their own.
+BUILT_IN: dict[str, _BuiltIn] = {"demo": _BuiltIn(dithered=False), "demo-dithered": _BuiltIn(dithered=True)}
+
+
+def load(source: str | Path, *, allow_pickle: bool = False, seed: int = 0) -> LoadedModel:
+    """Load a model and its tokenizer: fp32 weights, eval mode, no gradients, on the CPU.
+
+    ``allow_pickle`` accepts pytorch_model.bin files; ``seed`` is that of demo-dithered. Raises ModelError, naming
+    the file, parameter or architecture at fault, and MissingExtra for an absent package.
+    """
+    if str(source) in BUILT_IN:
+        return _load_built_in(str(source), seed)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _load_folder(path, path.resolve().name, allow_pickle)
+    if path.is_file():
+        return _load_file(path)
+    text = str(source)
+    names_a_path = isinstance(source, Path) or text.startswith((".", "~", "/")) or path.suffix == ".gguf"
+    if names_a_path or not _HUB_ID.fullmatch(text):
+        raise ModelError(
+            f"no file or folder at {text!r}; pass a model folder, a .gguf file, a hub id such as "
+            f"'owner/name', or one of {', '.join(BUILT_IN)}"
+        )
+    return _load_folder(_fetch(text, allow_pickle), text, allow_pickle)
+
+
+def _load_built_in(name: str, seed: int) -> LoadedModel:
+    model, tokenizer, formats, bits = load_gguf(demo_file())
+    notes: tuple[str, ...] = ()
+    if BUILT_IN[name].dithered:
+        decoder = [site for site in find_sites(model) if site.role not in ("embedding", "lm_head")]
+        dither(model, decoder, seed=seed)
+        formats |= {site.parameter: "fp32" for site in decoder}
+        bits |= {site.parameter: 32.0 for site in decoder}
+        notes = (f"each decoder weight was moved uniformly within the 4-bit bin it was stored in (seed {seed})",)
+    return from_memory(model, tokenizer, name=name, loaded_format=formats, loaded_bits=bits, notes=notes)
+
+
+def _load_file(path: Path) -> LoadedModel:
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic == b"GGUF" or path.suffix == ".gguf":
+        model, tokenizer, formats, bits = load_gguf(path)
+        return from_memory(model, tokenizer, name=path.stem, loaded_format=formats, loaded_bits=bits)
+    if path.suffix == ".safetensors":
+        raise ModelError(f"{path} holds weights alone; pass the folder with its config.json: {str(path.parent)!r}")
+    raise ModelError(f"{path} is neither a .gguf file nor a model folder; pass one of those")
+
+
+def _load_folder(folder: Path, name: str, allow_pickle: bool) -> LoadedModel:
+    model, tokenizer, formats, bits, notes = load_folder(folder, allow_pickle=allow_pickle)
+    return from_memory(model, tokenizer, name=name, loaded_format=formats, loaded_bits=bits, notes=notes)
+
+
+def _fetch(hub_id: str, allow_pickle: bool) -> Path:
+    """Folder of the local copy of a hub repository."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        from bitwright.models.quiet import quiet_transformers
+    except ImportError as error:
+        raise MissingExtra("transformers", "hf", f"loading {hub_id!r} from the hub") from error
+    patterns = [*_HUB_FILES, "*.bin"] if allow_pickle else list(_HUB_FILES)
+    with quiet_transformers():
+        try:
+            return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=["*/*"]))
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"{hub_id!r} is neither an existing file or folder nor a reachable hub id ({one_line(error)}); check "
+                "its spelling, or the network, or pass a folder that was downloaded before"
+            ) from error

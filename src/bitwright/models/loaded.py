@@ -1,0 +1,109 @@
+"""A model in memory: fp32 weights, tokenizer, where they came from, and a hash that names them.
+
+The hash is SHA-256 over every parameter in order of name: its name, its shape, the bytes of its fp32 values. Tied
+parameters count once. Two checkpoints with the same values have the same hash, in whatever files they lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwright.errors import ModelError
+from bitwright.models.grid import detect_grid
+from bitwright.models.sites import find_sites
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A causal language model, ready to be measured: eval mode, fp32, no gradients, on the CPU."""
+
+    #: The transformers model.
+    model: nn.Module
+    #: Its tokenizer.
+    tokenizer: Any
+    #: Folder name, hub id, file stem, or "demo".
+    name: str
+    #: SHA-256 over names, shapes and fp32 bytes of the parameters.
+    hash: str
+    #: Number of parameters, tied ones once.
+    num_parameters: int
+    #: Parameter → format in the checkpoint: "bf16", "q4_1", ….
+    loaded_format: Mapping[str, str]
+    #: Parameter → stored bits per weight, scales included (q4_1: 5.0).
+    loaded_bits: Mapping[str, float]
+    #: What a user should know about the weights.
+    notes: tuple[str, ...]
+
+
+def from_memory(
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    name: str,
+    loaded_format: Mapping[str, str] | None = None,
+    loaded_bits: Mapping[str, float] | None = None,
+    notes: tuple[str, ...] = (),
+) -> LoadedModel:
+    """Wrap a model that is in memory already; its weights are checked, hashed, and searched for an existing grid.
+
+    The model becomes fp32, eval, without gradients, in place. Without ``loaded_format`` the present dtypes count as
+    the loaded ones. Raises ModelError for NaN or Inf weights (named) and for a model without linear layers.
+    """
+    present = {parameter: DTYPE_FORMATS.get(p.dtype, str(p.dtype)) for parameter, p in model.named_parameters()}
+    present_bits = {parameter: 8.0 * p.dtype.itemsize for parameter, p in model.named_parameters()}
+    model.float().eval().requires_grad_(False)
+    raise_if_not_finite(model, name)
+    grid = detect_grid(model, find_sites(model))
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+        hash=hash_weights(model),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        loaded_format=present if loaded_format is None else loaded_format,
+        loaded_bits=present_bits if loaded_bits is None else loaded_bits,
+        notes=notes if grid is None else (*notes, grid.describe()),
+    )
+
+
+#: torch dtype → canonical format name.
+DTYPE_FORMATS: dict[torch.dtype, str] = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e5m2: "fp8_e5m2",
+}
+
+
+def hash_weights(model: nn.Module) -> str:
+    """Hex SHA-256 over names, shapes and fp32 bytes of all parameters, in order of name."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        digest.update(f"{name} {list(parameter.shape)}\n".encode())
+        digest.update(parameter.detach().float().contiguous().numpy().reshape(-1).view("u1").data)
+    return digest.hexdigest()
+
+
+def raise_if_not_finite(model: nn.Module, name: str) -> None:
+    """Raise ModelError naming the first parameter with NaN or Inf, their number, and how many parameters have some."""
+    bad: list[tuple[str, int, int]] = []
+    for parameter_name, parameter in model.named_parameters():
+        lowest, highest = torch.aminmax(parameter.detach())  # one pass, no copy; NaN reaches both
+        if not (torch.isfinite(lowest) and torch.isfinite(highest)):
+            num_bad = int((~torch.isfinite(parameter)).sum())
+            bad.append((parameter_name, num_bad, parameter.numel()))
+    if bad:
+        first, num_bad, num_all = bad[0]
+        others = f" (and {len(bad) - 1} more parameters have some)" if len(bad) > 1 else ""
+        raise ModelError(
+            f"model {name!r}: parameter {first!r} has {num_bad} NaN or Inf among its {num_all} values{others}; "
+            "weights must be finite, so get an undamaged checkpoint"
+        )
