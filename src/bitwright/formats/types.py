@@ -2,7 +2,8 @@
 
 A float format of ``e`` exponent and ``f`` fraction bits lays its code out as ``[sign | exponent | fraction]``. The bits
 below the sign, read as one integer, are the *magnitude index* ``i``: it counts the non-negative values in ascending
-order, so that the next larger value is always ``i + 1``, across subnormals and binades alike. With ``E = i >> f`` and ``F = i mod 2**f``:
+order, so that the next larger value is always ``i + 1``, across subnormals and binades alike. With ``E = i >> f`` and
+``F = i mod 2**f``:
 
     value = 2**(E - bias) * (1 + F / 2**f)      E > 0, normal
     value = 2**(1 - bias) * (F / 2**f)          E = 0, zero and the subnormals (absent where ``has_zero`` is False)
