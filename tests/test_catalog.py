@@ -13,7 +13,6 @@ import pytest
 from bitwright.catalog import Catalog, nearest_name_hint
 from bitwright.errors import UnknownName
 
-
 MakeCatalog = Callable[..., Catalog[Thing]]
 
 
