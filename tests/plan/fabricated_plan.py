@@ -31,7 +31,7 @@ def make_sites(num_layers: int = 30, seed: int = 0) -> tuple[plans.SiteChoice, .
         for role, (module, shape, weight) in ROLES.items():
             edge = 3.0 * math.exp(-layer / 1.5) + 2.0 * math.exp(-(num_layers - 1 - layer) / 2)
             pain = 6e-4 * weight * (0.4 + edge) * math.exp(rng.gauss(0, 0.5))
-            scheme = "int4_g128" if pain < 1.1e-3 else "int8_w" if pain < 4.5e-3 else "bf16"
+            scheme = "int4_g128" if pain < 6e-4 else "int8_w" if pain < 2.5e-3 else "bf16"
             bits, relative = SCHEMES[scheme]
             name = f"model.layers.{layer}.{module}"
             sites.append(

@@ -1,0 +1,85 @@
+"""Sites gathered for reading: all sites of one role with one choice are one line."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+from bitwright.plan import Plan, SiteChoice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiteGroup:
+    """The sites of one role that share a choice."""
+
+    role: str
+    scheme: str
+    rounding: str
+    transform: str
+    num_sites: int
+    num_weights: int
+    num_bytes: int
+    #: Stored bits per weight, over all weights of the group.
+    bits: float
+    #: Sum over the sites, nats per token.
+    predicted_kl: float
+    #: Sum over those sites that were measured alone; None where none was.
+    measured_kl: float | None
+    #: The prediction for those same sites.
+    predicted_kl_of_measured: float | None
+    num_measured: int
+
+    @property
+    def choice(self) -> str:
+        """``"int4_g128 clip"``; plain rounding and no transform go without saying."""
+        parts = [self.scheme]
+        if self.rounding != "rtn":
+            parts.append(self.rounding)
+        if self.transform != "none":
+            parts.append(self.transform)
+        return " + ".join(parts)
+
+
+def group_sites(plan: Plan) -> tuple[SiteGroup, ...]:
+    """Return the groups in the order of their roles in the model, within a role from the fewest bits to the most."""
+    members: dict[tuple[str, str, str, str], list[SiteChoice]] = defaultdict(list)
+    role_order: dict[str, int] = {}
+    for site in plan.sites:
+        role_order.setdefault(site.role, len(role_order))
+        members[site.role, site.scheme, site.rounding, site.transform].append(site)
+    groups = []
+    for (role, scheme, rounding, transform), sites in members.items():
+        num_weights = sum(math.prod(site.shape) for site in sites)
+        num_bytes = sum(site.bytes for site in sites)
+        measured = [site.measured_kl for site in sites if site.measured_kl is not None]
+        predicted = [site.predicted_kl for site in sites if site.measured_kl is not None]
+        groups.append(
+            SiteGroup(
+                role=role,
+                scheme=scheme,
+                rounding=rounding,
+                transform=transform,
+                num_sites=len(sites),
+                num_weights=num_weights,
+                num_bytes=num_bytes,
+                bits=sum(site.bits * math.prod(site.shape) for site in sites) / max(num_weights, 1),
+                predicted_kl=math.fsum(site.predicted_kl for site in sites),
+                measured_kl=math.fsum(measured) if measured else None,
+                predicted_kl_of_measured=math.fsum(predicted) if predicted else None,
+                num_measured=len(measured),
+            )
+        )
+    return tuple(sorted(groups, key=lambda group: (role_order[group.role], group.bits, group.scheme, group.rounding)))
+
+
+def bits_of_schemes(plan: Plan) -> dict[str, float]:
+    """Return the schemes in use, from the fewest stored bits per weight to the most, with those bits."""
+    weights: dict[str, float] = defaultdict(float)
+    bits: dict[str, float] = defaultdict(float)
+    for site in plan.sites:
+        count = math.prod(site.shape)
+        weights[site.scheme] += count
+        bits[site.scheme] += site.bits * count
+    mean = {scheme: bits[scheme] / max(weights[scheme], 1) for scheme in weights}
+    return dict(sorted(mean.items(), key=lambda item: (item[1], item[0])))

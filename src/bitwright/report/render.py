@@ -1,0 +1,114 @@
+"""A plan and its evidence as one self-contained HTML page: no network, no scripts to load, equal plans → equal bytes.
+
+The page answers, from top to bottom: is the budget met, what was chosen where, how far can the predictions be trusted,
+what else was on offer, where does the error sit; then every figure as a table, and what is needed to repeat it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bitwright.errors import MissingExtra, ReportError
+from bitwright.plan import Plan
+from bitwright.report import units
+from bitwright.report.figures import draw_frontier, draw_predictions, draw_site_errors
+from bitwright.report.groups import bits_of_schemes, group_sites
+from bitwright.report.layer_map import build_layer_map
+from bitwright.report.palette import ink_on, scheme_colours
+
+
+def render_report(plan: Plan) -> bytes:
+    """Return the report of ``plan`` as UTF-8 HTML.
+
+    Raises ``MissingExtra`` where jinja2 or matplotlib is not installed.
+    """
+    try:
+        import jinja2
+    except ModuleNotFoundError as error:
+        raise MissingExtra("jinja2", "report", "writing a report") from error
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("bitwright.report", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        bytes=units.spell_bytes,
+        number=units.spell_number,
+        percent=units.spell_percent,
+        seconds=units.spell_seconds,
+        excess=units.spell_excess,
+    )
+    return environment.get_template("report.html.j2").render(_context(plan)).encode("utf-8")
+
+
+def write_report(plan: Plan, path: str | os.PathLike[str]) -> Path:
+    """Write the report of ``plan`` as one HTML file, completely or not at all; return its path.
+
+    Raises ``ReportError`` where the file cannot be written.
+    """
+    target = Path(path)
+    content = render_report(plan)
+    temporary: Path | None = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
+            temporary = Path(file.name)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(target)
+    except OSError as error:
+        raise ReportError(
+            f"could not write the report to '{target}': {error.strerror or error}; nothing was written: "
+            "choose another path"
+        ) from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+    return target
+
+
+def _context(plan: Plan) -> dict[str, Any]:
+    bits = bits_of_schemes(plan)
+    colours = scheme_colours(list(bits))
+    num_sites = {scheme: sum(site.scheme == scheme for site in plan.sites) for scheme in bits}
+    weights = {scheme: sum(math.prod(site.shape) for site in plan.sites if site.scheme == scheme) for scheme in bits}
+    total = max(sum(weights.values()), 1)
+    return {
+        "plan": plan,
+        "groups": group_sites(plan),
+        "legend": [
+            {
+                "scheme": scheme,
+                "colour": colours[scheme],
+                "ink": ink_on(colours[scheme]),
+                "bits": bits[scheme],
+                "num_sites": num_sites[scheme],
+                "share": weights[scheme] / total,
+            }
+            for scheme in bits
+        ],
+        "colours": colours,
+        "map": build_layer_map(plan, colours),
+        "prediction_plot": draw_predictions(plan, colours),
+        "frontier_plot": draw_frontier(plan),
+        "error_plot": draw_site_errors(plan, colours),
+        # Stored bytes of the same model in a 16-bit format.
+        "bytes_16_bit": 2 * plan.model.params,
+        "limits": [
+            {
+                "limit": limit,
+                "title": units.LIMIT_TITLES.get(limit.name, limit.name),
+                "at": units.spell_limit_value(limit.name, limit.limit),
+                "is": units.spell_limit_value(limit.name, limit.value),
+            }
+            for limit in plan.limits
+        ],
+        "sites_by_kl": sorted(plan.sites, key=lambda site: (-site.predicted_kl, site.name)),
+    }

@@ -1,0 +1,75 @@
+"""How figures are spelled for people: sizes, KL, percentages, intervals. The same words in HTML and in the terminal."""
+
+from __future__ import annotations
+
+from bitwright.plan import Interval, Limit
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+#: Limit → what a reader calls it.
+LIMIT_TITLES = {
+    "max_kl": "KL divergence (nats per token)",
+    "max_ppl_increase": "perplexity increase",
+    "max_memory_bytes": "size of the weights",
+    "effective_bits": "effective bits per weight",
+}
+
+
+def spell_bytes(num_bytes: float) -> str:
+    """``94371840`` → ``"90.0 MiB"`` (three significant digits, powers of 1024)."""
+    value, unit = float(num_bytes), 0
+    while value >= 1023.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    decimals = 0 if unit == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{decimals}f} {_UNITS[unit]}"
+
+
+def spell_number(value: float | None) -> str:
+    """Three significant digits, ``"–"`` for None: ``0.012345`` → ``"0.0123"``, ``1.2e-05`` → ``"1.20e-5"``."""
+    if value is None:
+        return "–"
+    if value == 0:
+        return "0"
+    if abs(value) < 1e-4 or abs(value) >= 1e6:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    text = f"{value:#.3g}"
+    return f"{value:.0f}" if "e" in text else text.rstrip(".")
+
+
+def spell_interval(interval: Interval) -> str:
+    """``"0.0171 [0.0158, 0.0184]"``."""
+    return f"{spell_number(interval.mean)} [{spell_number(interval.low)}, {spell_number(interval.high)}]"
+
+
+def spell_percent(ratio: float, *, signed: bool = False) -> str:
+    """``0.0114`` → ``"1.14 %"``."""
+    value = 100 * ratio
+    decimals = 2 if abs(value) < 9.995 else 1
+    return f"{value:{'+' if signed else ''}.{decimals}f} %".replace("-", "−")
+
+
+def spell_seconds(seconds: float) -> str:
+    """``0.0041`` → ``"4.10 ms"``."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * factor >= 1:
+            return f"{spell_number(seconds * factor)} {unit}"
+    return f"{spell_number(seconds * 1e9)} ns"
+
+
+def spell_limit_value(name: str, value: float) -> str:
+    """A value of the limit called ``name`` in its own unit."""
+    if name.endswith("_bytes"):
+        return spell_bytes(value)
+    if name == "max_ppl_increase":
+        return spell_percent(value, signed=True)
+    return spell_number(value)
+
+
+def spell_excess(limit: Limit) -> str:
+    """By how much a value lies over (or under) its limit: ``"12 % over"``."""
+    if limit.limit == 0:
+        return "over" if limit.value > 0 else "at the limit"
+    share = limit.value / limit.limit - 1
+    percent = f"{abs(100 * share):.3g} %"
+    return f"{percent} over" if share > 0 else f"{percent} under" if share < 0 else "at the limit"

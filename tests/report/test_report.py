@@ -1,0 +1,215 @@
+"""The page: self-contained, complete, the same bytes for the same plan, and honest about what is missing."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import math
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from fabricated_plan import make_plan, make_sites
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bitwright.errors import MissingExtra, ReportError
+from bitwright.plan import ModelInfo, SiteChoice
+from bitwright.report import group_sites, render_report, write_report
+from bitwright.report.layer_map import build_layer_map, layer_of
+from bitwright.report.palette import ink_on, scheme_colours
+
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+class Balance(HTMLParser):
+    """Fails on a tag closed out of order; collects text and ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.ids += [value for key, value in attrs if key == "id"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.ids += [value for key, value in attrs if key == "id"]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def parse(page: bytes) -> Balance:
+    parser = Balance()
+    parser.feed(page.decode())
+    parser.close()
+    assert not parser.open
+    return parser
+
+
+@pytest.fixture(scope="module")
+def page() -> bytes:
+    return render_report(make_plan())
+
+
+def test_page_is_well_formed_and_same_every_time(page: bytes):
+    parse(page)
+    assert render_report(make_plan()) == page
+
+
+def test_page_needs_no_network(page: bytes):
+    text = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page.decode())
+    assert not re.search(r"https?://|@import|<link|<img|src=|url\((?!#)", text)
+
+
+def test_page_states_every_figure(page: bytes):
+    plan = make_plan()
+    text = " ".join(parse(page).text)
+    for wanted in (
+        "Every limit is met.",
+        plan.model.name,
+        plan.content_hash,
+        plan.decision_hash,
+        plan.model.notes[0],
+        plan.notes[0],
+        "predicted KL (nats per token)",
+        "measured KL (nats per token)",
+        "effective bits (stored bits per decoder weight)",
+        "bf16 itself: 0.000310",
+        "0.000310",
+        "predicted",
+        plan.repairs[0].why,
+        "88.7 %",
+    ):
+        assert wanted in text, wanted
+    for site in plan.sites:
+        assert site.name in text
+
+
+def test_page_says_which_limit_is_missed_and_by_how_much():
+    text = " ".join(" ".join(parse(render_report(make_plan(missed=True))).text).split())
+    assert "Not every limit is met" in text
+    assert re.search(r"missed · \d+ % over", text)
+
+
+def test_names_from_outside_cannot_become_markup():
+    plan = make_plan(num_layers=1, model=ModelInfo(name="<script>x</script>", hash="0", params=1))
+    page = render_report(plan).decode()
+    assert "<script>x" not in page
+    assert "&lt;script&gt;x&lt;/script&gt;" in page
+
+
+def test_plan_without_evidence_still_makes_a_page():
+    plan = make_plan(
+        num_layers=1, measured=None, predictions=(), frontier=(), repairs=(), latency=None, limits=(), options=None
+    )
+    text = " ".join(parse(render_report(plan)).text)
+    assert "predicted, not measured" in text
+    assert "Pareto" not in text
+
+
+def test_ids_of_the_figures_do_not_collide(page: bytes):
+    drawings = re.findall(r'<svg class="figure".*?</svg>', page.decode(), flags=re.DOTALL)
+    assert len(drawings) == 3
+    for first in drawings:
+        used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', first))
+        assert used <= set(re.findall(r'id="([^"]+)"', first))
+        for other in drawings:
+            if other is not first:
+                assert not used & set(re.findall(r'id="([^"]+)"', other))
+
+
+def test_write_is_all_or_nothing(tmp_path: Path, monkeypatch):
+    plan = make_plan(num_layers=1)
+    target = write_report(plan, tmp_path / "report.html")
+    assert target.read_bytes() == render_report(plan)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ReportError, match="No space left on device"):
+        write_report(plan, tmp_path / "other.html")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
+    with pytest.raises(ReportError, match="No such file"):
+        write_report(plan, tmp_path / "nowhere" / "report.html")
+
+
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
+def test_missing_extra_is_the_pip_line(monkeypatch, package: str):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.split(".")[0] == package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingExtra, match=re.escape("pip install 'bitwright[report]'")):
+        render_report(make_plan(num_layers=1))
+
+
+def test_groups_add_up_to_the_plan():
+    plan = make_plan()
+    groups = group_sites(plan)
+    assert sum(group.num_sites for group in groups) == len(plan.sites)
+    assert sum(group.num_bytes for group in groups) == sum(site.bytes for site in plan.sites)
+    assert math.fsum(group.predicted_kl for group in groups) == pytest.approx(plan.summary.predicted_kl)
+    assert sum(group.num_measured for group in groups) == sum(site.measured_kl is not None for site in plan.sites)
+    assert list(dict.fromkeys(group.role for group in groups)) == list(dict.fromkeys(s.role for s in plan.sites))
+
+
+def test_map_has_one_cell_per_site_and_none_overlaps():
+    experts = [
+        SiteChoice(
+            **{
+                **make_sites(1)[0].model_dump(),
+                "name": f"model.layers.{layer}.mlp.experts.{expert}.down",
+                "role": "expert.down",
+            }
+        )
+        for layer in (0, 1)
+        for expert in range(8)
+    ]
+    plan = make_plan(sites=(*make_sites(2), *experts))
+    layout = build_layer_map(plan, dict.fromkeys({site.scheme for site in plan.sites}, "#000000"))
+    assert len(layout.cells) + len(layout.outside) == len(plan.sites)
+    assert [site.name for site in layout.outside] == ["lm_head"]
+    area = {(cell.x, cell.y) for cell in layout.cells}
+    assert len(area) == len(layout.cells)
+    assert max(cell.x + cell.width for cell in layout.cells) <= layout.width
+    assert max(cell.y + cell.height for cell in layout.cells) <= layout.axis_y
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("model.layers.12.self_attn.q_proj", 12),
+        ("transformer.h.0.attn.c_attn[q]", 0),
+        ("model.layers.3.mlp.experts.7.gate_up", 3),
+        ("lm_head", None),
+    ],
+)
+def test_layer_of_a_site(name: str, layer: int | None):
+    assert layer_of(make_sites(1)[0].model_copy(update={"name": name})) == layer
+
+
+@given(st.integers(1, 30))
+def test_every_scheme_has_its_own_colour(count: int):
+    colours = scheme_colours([f"scheme{index}" for index in range(count)])
+    assert len(set(colours.values())) == count
+    assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in colours.values())
+
+
+def test_ink_contrasts():
+    assert ink_on("#ffffff") == "#16181d"
+    assert ink_on("#000000") == "#ffffff"
