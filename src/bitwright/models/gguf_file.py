@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from bitwright.errors import MissingExtra, ModelError
@@ -40,7 +41,18 @@ class GgufTensor:
     format: str
     #: Stored bits per weight, scales included.
     bits: float
-    num_weights: int
+    #: Extents in torch's order, [out, in] for a matrix.
+    shape: tuple[int, ...]
+    #: ggml's number of the type.
+    ggml_type: int
+    #: Where the data lies in the file.
+    first_byte: int
+    num_bytes: int
+
+    @property
+    def num_weights(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +69,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError as error:
         raise MissingExtra("gguf", "gguf", f"reading {path.name}") from error
+    block_sizes = {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ModelError(f"{path} is no GGUF file (it does not begin with 'GGUF'); download it again")
@@ -72,28 +85,32 @@ def read_gguf_header(path: Path) -> GgufHeader:
                 key = cursor.take_string()
                 (kind,) = cursor.take("<I")
                 metadata[key] = cursor.take_value(kind)
-            tensors = []
-            data_bytes = 0
+            table = []
             for _ in range(num_tensors):
                 name = cursor.take_string()
                 (num_dims,) = cursor.take("<I")
-                num_weights = prod(cursor.take(f"<{num_dims}Q"))
-                kind, offset = cursor.take("<IQ")
-                if kind not in {int(known) for known in GGML_QUANT_SIZES}:
+                shape = tuple(reversed(cursor.take(f"<{num_dims}Q")))  # ggml writes the fastest extent first
+                table.append((name, shape, *cursor.take("<IQ")))
+            alignment = int(metadata.get("general.alignment") or 32)
+            data_start = -(-cursor.position // alignment) * alignment
+            tensors = []
+            for name, shape, kind, offset in table:
+                if kind not in block_sizes:
                     raise ModelError(f"{path}: tensor {name!r} has the unknown ggml type {kind}; update package gguf")
-                ggml_type = GGMLQuantizationType(kind)
-                block_weights, block_bytes = GGML_QUANT_SIZES[ggml_type]
-                data_bytes = max(data_bytes, offset + num_weights // block_weights * block_bytes)
+                block_weights, block_bytes = block_sizes[kind]
+                ggml_name = GGMLQuantizationType(kind).name
                 tensors.append(
                     GgufTensor(
                         name=name,
-                        format=_FORMATS.get(ggml_type.name, ggml_type.name.lower()),
+                        format=_FORMATS.get(ggml_name, ggml_name.lower()),
                         bits=8 * block_bytes / block_weights,
-                        num_weights=num_weights,
+                        shape=shape,
+                        ggml_type=kind,
+                        first_byte=data_start + offset,
+                        num_bytes=prod(shape) // block_weights * block_bytes,
                     )
                 )
-            alignment = int(metadata.get("general.alignment") or 32)
-            needed_bytes = -(-cursor.position // alignment) * alignment + data_bytes
+            needed_bytes = max((t.first_byte + t.num_bytes for t in tensors), default=0)
             if len(memory) < needed_bytes:
                 raise ModelError(
                     f"{path} is truncated: its tensors need {needed_bytes:,} bytes, the file has {len(memory):,}; "
@@ -114,7 +131,6 @@ def load_gguf(path: Path) -> tuple[torch.nn.Module, Any, dict[str, str], dict[st
             GGUF_SUPPORTED_ARCHITECTURES,
             TENSOR_PROCESSORS,
             TensorProcessor,
-            get_gguf_hf_weights_map,
             load_gguf_checkpoint,
         )
 
@@ -125,16 +141,16 @@ def load_gguf(path: Path) -> tuple[torch.nn.Module, Any, dict[str, str], dict[st
                 f"supported are {', '.join(supported)}; convert the model to a Hugging Face folder instead"
             )
         try:
-            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+            settings = load_gguf_checkpoint(str(path), return_tensors=False)["config"]
+            config = AutoConfig.for_model(**settings)
             with torch.device("meta"):
                 skeleton = AutoModelForCausalLM.from_config(config)
-            tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=skeleton)["tensors"]
-            processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
-            parameter_of = get_gguf_hf_weights_map(skeleton, processor)
+            processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=settings)
+            parameter_of = _parameters_of(header, skeleton, processor)
             model, report = type(skeleton).from_pretrained(
                 None,
                 config=config,
-                state_dict=tensors,
+                state_dict=_read_tensors(path, header, processor, parameter_of, settings),
                 dtype=torch.float32,
                 experts_implementation="eager",
                 output_loading_info=True,
@@ -143,12 +159,70 @@ def load_gguf(path: Path) -> tuple[torch.nn.Module, Any, dict[str, str], dict[st
         except (ImportError, OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
             raise ModelError(f"{path} cannot be read as a {header.architecture} model: {one_line(error)}") from error
     raise_if_incomplete(str(path), model, report["missing_keys"])
-    stored = {parameter_of[t.name]: t for t in header.tensors if t.name in parameter_of}
-    names = [name for name, _ in model.named_parameters()]
-    # tensors that transformers merges (experts) carry no name of their own: the format of most weights stands for them
+    stored = {parameter_of[key]: t for t in header.tensors for key in _keys(t.name) if key in parameter_of}
+    # should transformers merge tensors under a name of its own, the format of most weights stands for them
     usual = max(header.tensors, key=lambda t: sum(u.num_weights for u in header.tensors if u.format == t.format))
+    names = [name for name, _ in model.named_parameters()]
     formats = {name: stored.get(name, usual).format for name in names}
     return model, tokenizer, formats, {name: stored.get(name, usual).bits for name in names}
+
+
+def _parameters_of(header: GgufHeader, skeleton: torch.nn.Module, processor: Any) -> dict[str, str]:
+    """GGUF tensor name → parameter name, as transformers' get_gguf_hf_weights_map gives it.
+
+    That function builds gguf's name table once for every submodule, which takes seconds; here it is built once, and
+    submodules are looked at (some files are converted from the bare decoder) only while a tensor has no name.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    architectures = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+    layers = skeleton.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+    table = get_tensor_name_map(architectures[header.architecture], layers)
+    found: dict[str, str] = {}
+    for prefix, module in skeleton.named_modules():
+        inner: dict[str, str] = {}
+        dotted = f"{prefix}." if prefix else ""
+        for full_name in module.state_dict():
+            parameter = processor.preprocess_name(full_name)
+            stem, _, last = parameter.rpartition(".")
+            name, suffix = (stem, f".{last}") if last in ("weight", "bias") else (parameter, "")
+            gguf_name = table.get_name(name)
+            if gguf_name is None:
+                processor.perform_fallback_tensor_mapping(inner, suffix, dotted, parameter)
+            else:
+                inner[gguf_name + suffix] = dotted + parameter
+        found = inner | found
+        if all(any(key in found for key in _keys(tensor.name)) for tensor in header.tensors):
+            break
+    return found
+
+
+def _keys(tensor_name: str) -> tuple[str, str]:
+    """The names under which a tensor may stand in the map: 3-D experts have no ``.weight`` in transformers."""
+    return tensor_name, tensor_name.removesuffix(".weight")
+
+
+def _read_tensors(
+    path: Path, header: GgufHeader, processor: Any, parameter_of: dict[str, str], settings: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Dequantise every tensor to fp32 and bring it into transformers' layout: parameter name → tensor."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    tensors: dict[str, torch.Tensor] = {}
+    parsed = {"config": settings, "tensors": tensors}  # processors that merge experts write into it
+    memory = np.memmap(path, mode="r", dtype=np.uint8)
+    for tensor in header.tensors:
+        data = memory[tensor.first_byte : tensor.first_byte + tensor.num_bytes]
+        rows = data.reshape(*tensor.shape[:-1], -1)
+        result = processor.process(
+            weights=dequantize(rows, GGMLQuantizationType(tensor.ggml_type)),
+            name=tensor.name,
+            tensor_key_mapping=parameter_of,
+            parsed_parameters=parsed,
+        )
+        if result.name in parameter_of:
+            tensors[parameter_of[result.name]] = torch.from_numpy(np.array(result.weights, dtype=np.float32))
+    return tensors
 
 
 def raise_if_incomplete(source: str, model: torch.nn.Module, missing: Any) -> None:

@@ -28,6 +28,8 @@ MAX_BITS = 8
 NUM_SAMPLED_GROUPS = 256
 #: Groups that are tested on every n; they fix how fine a grid the other groups are tested on.
 NUM_SCOUTS = 4
+#: Values of n tried in one array operation.
+NUM_TRIED_AT_ONCE = 15
 #: Accepted distance from the grid, relative to the largest magnitude of the group.
 TOLERANCE_RATIO = 8 * 2.0**-24
 #: Share of the sites that must lie on the grid before it is reported.
@@ -131,15 +133,15 @@ def _fit_groups(v_SG: np.ndarray, group: int | None) -> _Fit | None:
     v_SG = v_SG[v_SG.max(axis=1, initial=-np.inf) > v_SG.min(axis=1, initial=np.inf)]  # constant groups tell nothing
     if len(v_SG) == 0:
         return None
-    scouts_SG = v_SG[np.linspace(0, len(v_SG) - 1, num=min(len(v_SG), NUM_SCOUTS)).astype(np.int64)]
     finest = 2**MAX_BITS - 1
-    if any(len(np.unique(scout)) > finest + 1 for scout in scouts_SG):
-        return None
-    scouted = _steps_of_span(scouts_SG, finest)
+    if len(np.unique(v_SG[0])) > finest + 1 or _finest_scout(v_SG[:1], finest) is None:
+        return None  # nearly every group of weights that lie on no grid ends here
+    scouts = np.linspace(0, len(v_SG) - 1, num=min(len(v_SG), NUM_SCOUTS)).astype(np.int64)
+    scouted = _finest_scout(v_SG[scouts], finest)
     if scouted is None:
         return None
     # one bit of slack: a scout may happen to miss the outermost codes
-    steps_S = _steps_of_span(v_SG, min(finest, 2 ** (int(scouted.max()).bit_length() + 1) - 1))
+    steps_S = _steps_of_span(v_SG, min(finest, 2 ** (scouted.bit_length() + 1) - 1))
     if steps_S is None:
         return None
     bits = int(steps_S.max()).bit_length()
@@ -156,6 +158,12 @@ def _fit_groups(v_SG: np.ndarray, group: int | None) -> _Fit | None:
     )
 
 
+def _finest_scout(v_SG: np.ndarray, finest: int) -> int | None:
+    """The largest number of steps that one of a few groups needs, or None if one of them lies on no grid."""
+    steps_S = _steps_of_span(v_SG, finest)
+    return None if steps_S is None else int(steps_S.max())
+
+
 def _steps_of_span(v_SG: np.ndarray, finest: int) -> np.ndarray | None:
     """For each group the smallest n so that all values are lo + code·(hi − lo)/n, or None if a group has no such n."""
     lo_S1, hi_S1 = v_SG.min(axis=1, keepdims=True), v_SG.max(axis=1, keepdims=True)
@@ -164,13 +172,15 @@ def _steps_of_span(v_SG: np.ndarray, finest: int) -> np.ndarray | None:
     tolerance_S = TOLERANCE_RATIO * np.maximum(np.abs(lo_S1), np.abs(hi_S1))[:, 0] / span_S1[:, 0]
     steps_S = np.zeros(len(v_SG), dtype=np.int64)
     open_S = np.arange(len(v_SG))
-    for n in range(1, finest + 1):
-        codes = place_SG[open_S] * n
-        distance = np.abs(codes - np.round(codes)).max(axis=1)
-        # a tolerance near half a step would let anything pass
-        on_grid = (distance <= tolerance_S[open_S] * n) & (tolerance_S[open_S] * n < 0.05)
-        steps_S[open_S[on_grid]] = n
-        open_S = open_S[~on_grid]
+    for first in range(1, finest + 1, NUM_TRIED_AT_ONCE):
+        n_N = np.arange(first, min(first + NUM_TRIED_AT_ONCE, finest + 1))
+        codes_SNG = place_SG[open_S, None, :] * n_N[:, None]
+        distance_SN = np.abs(codes_SNG - np.rint(codes_SNG)).max(axis=2)
+        allowed_SN = tolerance_S[open_S, None] * n_N
+        on_grid_SN = (distance_SN <= allowed_SN) & (allowed_SN < 0.05)  # half a step would let anything pass
+        found_S = on_grid_SN.any(axis=1)
+        steps_S[open_S[found_S]] = n_N[on_grid_SN.argmax(axis=1)[found_S]]
+        open_S = open_S[~found_S]
         if len(open_S) == 0:
             return steps_S
     return None
