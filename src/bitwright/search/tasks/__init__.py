@@ -1,0 +1,1 @@
+"""Tasks, one file each: a module defines TASKS, a tuple of `Task`."""

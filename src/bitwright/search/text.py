@@ -1,0 +1,264 @@
+"""Text → three disjoint sets of token sequences: *calibrate* (learn from), *repair* (mend by), *final* (look at
+once).
+
+No document is in two of them (see `deal`), and no sequence: one that was already taken, in this split or another, is
+left out. Every sequence has exactly `sequence_length` tokens. A split of `tokens` tokens has ⌈tokens /
+sequence_length⌉ of them; *repair* and *final* have at least 64 where the text allows, which the bootstrap over
+sequences needs. Where the tokenizer puts a token before every text (BOS), every sequence of a packed task starts with
+it. Documents are tokenised as they are needed, and no further.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitwright.errors import DataError
+from bitwright.search.deal import Deal, deal_documents
+from bitwright.search.documents import Document, read_source
+from bitwright.search.task import TASKS, Encoder, Piece, Task
+
+#: The fewest sequences over which an interval is worth quoting.
+MIN_EVALUATION_SEQUENCES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSet:
+    """The sequences of one split."""
+
+    #: A built-in set's name, or a file's name without its folder.
+    source: str
+    #: What the source is, in words.
+    description: str
+    #: int64 ``[num_sequences, sequence_length]``.
+    input_ids: Tensor
+    #: bool, same shape. True: the prediction OF this token counts; position 0 never.
+    scored: Tensor
+    #: bool, same shape. True: no token, only there to fill the row at its right end (never scored).
+    padding: Tensor
+    #: sha256 of the shape, the ids and what is scored.
+    hash: str
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.input_ids.shape[0])
+
+    @property
+    def num_tokens(self) -> int:
+        """How many predictions are scored."""
+        return int(self.scored.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """Three sets without a common document or sequence."""
+
+    calibrate: TextSet
+    repair: TextSet
+    final: TextSet
+
+
+def split_text(
+    tokenizer: Any,
+    *,
+    task: str,
+    calibration: str | Path,
+    evaluation: str | Path,
+    calibration_tokens: int,
+    evaluation_tokens: int,
+    sequence_length: int,
+    seed: int,
+    vocabulary_size: int | None = None,
+) -> Splits:
+    """Read the text and return the three splits; the same arguments give the same tokens.
+
+    Args:
+        tokenizer: of transformers.
+        task: a name in `TASKS`.
+        calibration, evaluation: a name in `CALIBRATION_SETS`, or the path of a .txt, .jsonl or .parquet file.
+        calibration_tokens: tokens to calibrate on, rounded up to whole sequences.
+        evaluation_tokens: the same for repair and for final, each.
+        sequence_length: tokens in a sequence.
+        seed: of the shuffling; torch's global generator is not touched.
+        vocabulary_size: ids must be below it; by default the tokenizer's. Pass the rows of the model's embedding.
+
+    Raises:
+        UnknownName: no such task or set.
+        DataError: the text is missing, unreadable, too short, or cannot be tokenised; says what to do.
+        MissingExtra: a reader is not installed.
+    """
+    chosen_task = TASKS[task]
+    encoder = _encoder(tokenizer)
+    room = sequence_length - (len(encoder.prefix) if chosen_task.packed else 0)
+    for option, value, least in (
+        ("--tokens", calibration_tokens, 1),
+        ("evaluation tokens", evaluation_tokens, 1),
+        ("--sequence-length", sequence_length, sequence_length - room + 2),
+    ):
+        if value < least:
+            raise DataError(f"{option} is {value}, but must be at least {least}; raise it")
+    first, second = read_source(calibration), read_source(evaluation)
+    shape = _Shape(
+        task=chosen_task,
+        sequence_length=sequence_length,
+        room=room,
+        vocabulary_size=vocabulary_size or encoder.vocabulary_size,
+    )
+    num_evaluation = ceil(evaluation_tokens / sequence_length)
+    wanted = max(num_evaluation, MIN_EVALUATION_SEQUENCES)
+    taken: set[bytes] = set()
+    deals = deal_documents(first, second, seed)
+    num_calibration = ceil(calibration_tokens / sequence_length)
+    return Splits(
+        calibrate=_collect(deals["calibrate"], encoder, shape, num_calibration, num_calibration, taken),
+        repair=_collect(deals["repair"], encoder, shape, num_evaluation, wanted, taken),
+        final=_collect(deals["final"], encoder, shape, num_evaluation, wanted, taken),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """How sequences are made."""
+
+    task: Task
+    sequence_length: int
+    #: Tokens of a sequence that a document can fill: all but the tokenizer's prefix.
+    room: int
+    vocabulary_size: int
+
+
+def _encoder(tokenizer: Any) -> Encoder:
+    if tokenizer is None:
+        raise DataError(
+            "text cannot be tokenised: the model has no tokenizer; put tokenizer.json beside its weights, or choose "
+            "another model"
+        )
+    return Encoder(tokenizer)
+
+
+def _collect(
+    deal: Deal, encoder: Encoder, shape: _Shape, num_needed: int, num_wanted: int, taken: set[bytes]
+) -> TextSet:
+    """Take `num_wanted` new sequences from a split's documents, and add them to `taken`; `num_needed` at least."""
+    rows: list[Tensor] = []
+    masks: list[tuple[Tensor, Tensor]] = []
+    for ids, scored, padding in _sequences(deal.documents, encoder, shape):
+        key = ids.numpy().tobytes()
+        if key in taken:
+            continue
+        taken.add(key)
+        rows.append(ids)
+        masks.append((scored, padding))
+        if len(rows) == num_wanted:
+            break
+    if len(rows) < num_needed:
+        raise DataError(_describe_shortage(deal, encoder, shape, len(rows), num_needed))
+    input_ids = torch.stack(rows)
+    scored = torch.stack([scored for scored, _ in masks])
+    _raise_if_untokenised(input_ids, scored, encoder, shape, deal)
+    digest = hashlib.sha256(repr(tuple(input_ids.shape)).encode())
+    digest.update(input_ids.numpy().astype("<i8").tobytes())
+    digest.update(scored.numpy().tobytes())
+    return TextSet(
+        source=deal.source.name,
+        description=deal.source.description,
+        input_ids=input_ids,
+        scored=scored,
+        padding=torch.stack([padding for _, padding in masks]),
+        hash=digest.hexdigest(),
+    )
+
+
+def _pieces_in_turn(documents: Sequence[Document], encoder: Encoder, shape: _Shape) -> Iterator[Piece]:
+    """Yield one piece of every document, then the next of every document that has more, and so on."""
+    waiting = deque(shape.task.pieces(encoder, document, shape.room) for document in documents)
+    while waiting:
+        pieces = waiting.popleft()
+        piece = next(pieces, None)
+        if piece is not None:
+            yield piece
+            waiting.append(pieces)
+
+
+def _sequences(
+    documents: Sequence[Document], encoder: Encoder, shape: _Shape
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield (ids, scored, padding), each ``[sequence_length]``: packed pieces, or one piece and padding."""
+    pieces = _pieces_in_turn(documents, encoder, shape)
+    if not shape.task.packed:
+        for piece in pieces:
+            num_missing = shape.sequence_length - len(piece.ids)
+            yield _row(
+                piece.ids + (0,) * num_missing,
+                piece.scored + (False,) * num_missing,
+                (False,) * len(piece.ids) + (True,) * num_missing,
+            )
+        return
+    prefix = encoder.prefix
+    ids: tuple[int, ...] = ()
+    scored: tuple[bool, ...] = ()
+    for piece in pieces:
+        ids, scored = ids + piece.ids, scored + piece.scored
+        while len(ids) >= shape.room:
+            yield _row(
+                prefix + ids[: shape.room],
+                (False,) * len(prefix) + scored[: shape.room],
+                (False,) * shape.sequence_length,
+            )
+            ids, scored = ids[shape.room :], scored[shape.room :]
+
+
+def _row(ids: Sequence[int], scored: Sequence[bool], padding: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    mask = torch.tensor(scored, dtype=torch.bool)
+    mask[0] = False  # nothing stands before it, so nothing predicts it
+    return torch.tensor(ids, dtype=torch.int64), mask, torch.tensor(padding, dtype=torch.bool)
+
+
+def _raise_if_untokenised(input_ids: Tensor, scored: Tensor, encoder: Encoder, shape: _Shape, deal: Deal) -> None:
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= shape.vocabulary_size:
+        raise DataError(
+            f"text cannot be tokenised: '{deal.source.name}' gets the token id {low if low < 0 else high}, but the "
+            f"vocabulary has the ids 0 to {shape.vocabulary_size - 1}; use the tokenizer that belongs to the model"
+        )
+    unknown = getattr(encoder.tokenizer, "unk_token_id", None)
+    if unknown is None:
+        return
+    share = float((input_ids[scored] == unknown).double().mean())
+    if share > 0.5:
+        raise DataError(
+            f"text cannot be tokenised: {share:.0%} of the tokens of '{deal.source.name}' are the tokenizer's unknown "
+            "token, and at most half may be; give text in a language and script that the model knows"
+        )
+
+
+def _describe_shortage(deal: Deal, encoder: Encoder, shape: _Shape, num_found: int, num_needed: int) -> str:
+    """Say how much text there is and how much is needed; here the whole source is tokenised, which is short."""
+    source = deal.source
+    num_total = _count_tokens(source.documents, encoder, shape)
+    if num_total == 0 and shape.task.packed:
+        return (
+            f"text cannot be tokenised: the model's tokenizer makes no token of '{source.name}' "
+            f"({len(source.documents)} documents); use the tokenizer that belongs to the model, or give other text"
+        )
+    num_there = _count_tokens(deal.documents, encoder, shape)
+    num_tokens = num_needed * shape.sequence_length
+    left_out = "" if shape.task.packed else " (conversations without an assistant's token in reach are left out)"
+    return (
+        f"'{source.name}' is too short: its {deal.split} split ({deal.share:.0%} of the documents) has {num_there} "
+        f"tokens of the source's {num_total}, which make {num_found} different sequences of {shape.sequence_length}"
+        f"{left_out}, but {num_tokens} tokens in {num_needed} sequences are needed; lower --tokens or "
+        f"--sequence-length, or give about {ceil(num_tokens / deal.share)} tokens of text"
+    )
+
+
+def _count_tokens(documents: Sequence[Document], encoder: Encoder, shape: _Shape) -> int:
+    return sum(len(piece.ids) for piece in _pieces_in_turn(documents, encoder, shape))
