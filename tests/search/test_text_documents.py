@@ -84,6 +84,15 @@ def test_the_built_in_sets() -> None:
     assert '"""Conversion functions between RGB and other color systems.' in code["the Python module colorsys"]
 
 
+def test_topics_of_the_docs_share_no_paragraph() -> None:
+    # the topics as they stand do: "Special method names" holds "Emulating numeric types" whole
+    owners: dict[str, str] = {}
+    for document in CALIBRATION_SETS["docs"].documents():
+        for paragraph in {" ".join(block.split()) for block in document.text.split("\n\n")}:
+            if len(paragraph) >= 60:
+                assert owners.setdefault(paragraph, str(document.title)) == document.title
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
