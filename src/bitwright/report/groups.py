@@ -32,13 +32,17 @@ class SiteGroup:
 
     @property
     def choice(self) -> str:
-        """``"int4_g128 clip"``; plain rounding and no transform go without saying."""
-        parts = [self.scheme]
-        if self.rounding != "rtn":
-            parts.append(self.rounding)
-        if self.transform != "none":
-            parts.append(self.transform)
-        return " + ".join(parts)
+        return spell_choice(self.scheme, self.rounding, self.transform)
+
+
+def spell_choice(scheme: str, rounding: str, transform: str) -> str:
+    """``"int4_g128+clip"``; plain rounding and no transform go without saying."""
+    parts = [scheme]
+    if rounding != "rtn":
+        parts.append(rounding)
+    if transform != "none":
+        parts.append(transform)
+    return "+".join(parts)
 
 
 def group_sites(plan: Plan) -> tuple[SiteGroup, ...]:

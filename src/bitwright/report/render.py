@@ -6,6 +6,7 @@ what else was on offer, where does the error sit; then every figure as a table, 
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import tempfile
@@ -19,6 +20,13 @@ from bitwright.report.figures import draw_frontier, draw_predictions, draw_site_
 from bitwright.report.groups import bits_of_schemes, group_sites
 from bitwright.report.layer_map import build_layer_map
 from bitwright.report.palette import ink_on, scheme_colours
+
+
+def raise_if_no_report_extra() -> None:
+    """Raise ``MissingExtra`` where a package that reports need is not installed: before long work, not after."""
+    for package in ("jinja2", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtra(package, "report", "writing a report")
 
 
 def render_report(plan: Plan) -> bytes:

@@ -1,0 +1,37 @@
+"""The command line: one verb a file; each parses, calls, prints.
+
+Exit codes: 0 done and every limit met; 2 bad input (one sentence on stderr, nothing written); 3 done, but a limit is
+missed (the plan is written and says which); 130 interrupted. Anything else is a defect and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from bitwright.errors import BitwrightError, MissingExtra
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``bitwright`` with ``arguments`` (default: the process's own) and return its exit code."""
+    try:
+        code = _run(sys.argv[1:] if arguments is None else list(arguments))
+    except BitwrightError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        code = 130
+    if code == 130:
+        print("interrupted", file=sys.stderr)
+    return code
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
+        from bitwright.cli.app import run
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("typer", "rich"):
+            raise
+        raise MissingExtra(package, "cli", "the command line") from error
+    return run(arguments)

@@ -1,0 +1,32 @@
+"""``bitwright show PLAN``: the table of a plan that was written before."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from bitwright.cli.table import print_groups, print_sites, print_summary
+from bitwright.plan import load_plan
+
+
+def show_command(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan folder or its plan.json.", show_default=False)],
+    sites: Annotated[bool, typer.Option("--sites", help="One line per site.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print plan.json and nothing else.")] = False,
+) -> None:
+    """Show the table of a plan."""
+    loaded = load_plan(plan)
+    if json:
+        sys.stdout.write(loaded.to_json())
+        return
+    console = Console()
+    if sites:
+        print_sites(console, loaded)
+    else:
+        print_groups(console, loaded)
+    console.print()
+    print_summary(console, loaded)

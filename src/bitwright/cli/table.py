@@ -1,0 +1,174 @@
+"""A plan as text: site groups × choice × bits × predicted and measured KL, then what it all comes to.
+
+Fits 80 columns, needs no terminal, and treats every name as text (site names contain brackets).
+"""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bitwright.plan import Measured, Plan
+from bitwright.report.groups import group_sites, spell_choice
+from bitwright.report.units import (
+    LIMIT_TITLES,
+    spell_bytes,
+    spell_excess,
+    spell_interval,
+    spell_limit_value,
+    spell_number,
+    spell_percent,
+    spell_seconds,
+)
+
+
+def new_table(*columns: tuple[str, bool]) -> Table:
+    """Return an empty table; each column is (title, is a number). The first column and numbers never wrap."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for index, (title, is_number) in enumerate(columns):
+        table.add_column(
+            Text(title), justify="right" if is_number else "left", no_wrap=is_number or index == 0, overflow="fold"
+        )
+    return table
+
+
+def print_groups(console: Console, plan: Plan) -> None:
+    """Print one line per role and choice, and the totals."""
+    table = new_table(
+        ("site group", False),
+        ("choice", False),
+        ("sites", True),
+        ("bits", True),
+        ("size", True),
+        ("KL predicted", True),
+        ("KL measured", True),
+    )
+    for group in group_sites(plan):
+        measured = spell_number(group.measured_kl)
+        if group.measured_kl is not None and group.num_measured < group.num_sites:
+            measured += f" ({group.num_measured})"
+        table.add_row(
+            Text(group.role),
+            Text(group.choice),
+            str(group.num_sites),
+            f"{group.bits:.2f}",
+            spell_bytes(group.num_bytes),
+            spell_number(group.predicted_kl),
+            measured,
+        )
+    table.add_section()
+    table.add_row(
+        Text("total", style="bold"),
+        "",
+        str(len(plan.sites)),
+        f"{plan.summary.effective_bits:.2f}",
+        spell_bytes(plan.summary.weight_bytes),
+        spell_number(plan.summary.predicted_kl),
+        spell_number(plan.measured.kl.mean) if plan.measured else "–",
+    )
+    console.print(table)
+    if any(site.measured_kl is not None for site in plan.sites):
+        _say(console, "KL in nats per token. (n): only n sites of the group were measured alone.", style="dim")
+
+
+def print_sites(console: Console, plan: Plan) -> None:
+    """Print one line per site, in the order of the model."""
+    table = new_table(("site", False), ("choice", False), ("bits", True), ("KL predicted", True), ("measured", True))
+    for site in plan.sites:
+        table.add_row(
+            Text(site.name),
+            Text(spell_choice(site.scheme, site.rounding, site.transform)),
+            f"{site.bits:.2f}",
+            spell_number(site.predicted_kl),
+            spell_number(site.measured_kl),
+        )
+    console.print(table)
+
+
+def print_summary(console: Console, plan: Plan) -> None:
+    """Print what the plan comes to: sizes, measurements, limits, repairs, notes."""
+    rows = [
+        ("model", f"{plan.model.name}, {plan.model.params:,} parameters, for {plan.hardware}"),
+        (
+            "weights",
+            f"{spell_bytes(plan.summary.weight_bytes)} ({spell_bytes(2 * plan.model.params)} in 16 bits), "
+            f"{plan.summary.effective_bits:.3f} effective bits, {plan.summary.nominal_bits:.3f} nominal",
+        ),
+    ]
+    if plan.measured is None:
+        rows.append(("KL", f"{spell_number(plan.summary.predicted_kl)} nats per token, predicted only"))
+    else:
+        rows += measured_rows(plan.measured)
+    if plan.latency is not None:
+        latency = plan.latency
+        rows.append(
+            (
+                f"time ({latency.status})",
+                f"{spell_seconds(latency.decode_s_per_token)} a token; prefill of {latency.prefill_tokens} tokens "
+                f"{spell_seconds(latency.prefill_s)}",
+            )
+        )
+    rows.append(
+        ("objective", f"{plan.objective} ({plan.objective_reason})" if plan.objective_reason else plan.objective)
+    )
+    rows += [
+        ("repaired", f"{repair.site}: {repair.from_scheme} → {repair.to_scheme}, {repair.why}")
+        for repair in plan.repairs
+    ]
+    rows += [("note", note) for note in (*plan.model.notes, *plan.notes)]
+    print_rows(console, rows)
+    print_limits(console, plan)
+
+
+def measured_rows(measured: Measured) -> list[tuple[str, str]]:
+    """Return (what, figure) for each measurement."""
+    kl, ppl, top1 = measured.kl, measured.ppl, measured.top1_agreement
+    rows = [
+        ("KL", f"{spell_interval(kl)} nats per token; bf16 itself {spell_number(measured.bf16_floor_kl)}"),
+        (
+            "perplexity",
+            f"{ppl.base:.2f} → {ppl.plan:.2f}, ratio {ppl.ratio:.4f} [{ppl.low:.4f}, {ppl.high:.4f}]",
+        ),
+        ("same top token", f"{spell_percent(top1.mean)} [{spell_percent(top1.low)}, {spell_percent(top1.high)}]"),
+    ]
+    if measured.repetition is not None:
+        repetition = measured.repetition
+        rows.append(("repetition", f"{spell_percent(repetition.plan)} (reference {spell_percent(repetition.base)})"))
+    source = f" of {measured.source}" if measured.source else ""
+    rows.append(
+        (
+            "measured on",
+            f"{measured.tokens:,} tokens{source} in {measured.sequences} sequences; brackets are "
+            f"{100 * measured.confidence:.0f} % intervals",
+        )
+    )
+    return rows
+
+
+def print_rows(console: Console, rows: list[tuple[str, str]]) -> None:
+    """Print (title, text) pairs in two columns."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold")
+    for title, text in rows:
+        grid.add_row(Text(title), Text(text))
+    console.print(grid)
+
+
+def print_limits(console: Console, plan: Plan) -> None:
+    """Print each limit with its value and status, then the verdict."""
+    for limit in plan.limits:
+        style = "red" if limit.status == "missed" else "green"
+        title = LIMIT_TITLES.get(limit.name, limit.name)
+        value, bound = spell_limit_value(limit.name, limit.value), spell_limit_value(limit.name, limit.limit)
+        _say(console, f"{limit.status}: {title} {value}, limit {bound} ({spell_excess(limit)})", style=style)
+    if plan.met:
+        _say(console, "every limit is met", style="bold green")
+    else:
+        _say(console, "not every limit is met; this is the best plan that was found", style="bold red")
+
+
+def _say(console: Console, text: str, *, style: str = "") -> None:
+    console.print(Text(text, style=style))
