@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -128,11 +129,9 @@ def _created_parents(parent: Path) -> Iterator[None]:
 @contextmanager
 def _temporary_sibling(target: Path) -> Iterator[Path]:
     """Give a new folder beside ``target``; whatever is left of it at the end is removed."""
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
+    temporary.mkdir()
     try:
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o777 & ~umask)
         yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

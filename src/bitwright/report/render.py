@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +62,12 @@ def write_report(plan: Plan, path: str | os.PathLike[str]) -> Path:
     """
     target = Path(path)
     content = render_report(plan)
-    temporary: Path | None = None
+    temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
     try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-            temporary = Path(file.name)
+        with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(0o644)
         temporary.replace(target)
     except OSError as error:
         raise ReportError(
@@ -77,8 +75,7 @@ def write_report(plan: Plan, path: str | os.PathLike[str]) -> Path:
             "choose another path"
         ) from error
     finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return target
 
 
