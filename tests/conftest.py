@@ -79,7 +79,7 @@ def make_tiny_model() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
-    """Byte-level tokenizer: token id = rank of the byte (GPT-2's byte alphabet), then four specials; ChatML template."""
+    """Byte-level tokenizer: token id = rank of the byte (GPT-2's alphabet), then four specials; ChatML template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -101,7 +101,7 @@ def tiny_tokenizer() -> Any:
 def make_tiny_folder(
     make_tiny_model: Callable[..., Any], tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Path]:
-    """``make_tiny_folder(architecture, seed=0)`` → a saved model folder, made once a session: read it, never change it."""
+    """``make_tiny_folder(architecture, seed=0)`` → a saved model folder, made once a session; never change it."""
     made: dict[tuple[str, int], Path] = {}
 
     def make(architecture: str, seed: int = 0) -> Path:
@@ -136,7 +136,7 @@ def demo_model() -> Any:
 
 @pytest.fixture(scope="session")
 def dithered_demo_model() -> Any:
-    """The built-in model without its 4-bit grid, as a LoadedModel. Mark such tests ``demo``. Shared: never change it."""
+    """The built-in model without its 4-bit grid. Mark such tests ``demo``. Shared: never change it."""
     _require_demo()
     from bitwright import models
 

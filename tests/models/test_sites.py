@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_names_roles_and_shapes_in_forward_order(architecture, make_tiny_model):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_sites_cover_every_matrix_exactly_once(architecture, make_tiny_model):
-    """Counted in the model itself: each element of each matrix is in exactly one site (position embeddings are none)."""
+    """Counted in the model: each element of each matrix is in exactly one site; position embeddings are in none."""
     model = make_tiny_model(architecture)
     num_visits = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     for site in find_sites(model):
@@ -114,7 +115,7 @@ def test_rows_of_a_fused_matrix_are_tied_and_adjacent(architecture, make_tiny_mo
         assert all(part.name.startswith(name + "[") for part in parts)
         bounds = [part.rows for part in parts]
         assert bounds[0][0] == 0
-        assert all(left[1] == right[0] for left, right in zip(bounds, bounds[1:], strict=False))
+        assert all(left[1] == right[0] for left, right in pairwise(bounds))
         assert all(part.shape[0] == part.rows[1] - part.rows[0] for part in parts)
 
 
@@ -233,5 +234,5 @@ def test_model_without_linear_is_refused_with_what_was_seen():
 
 def test_site_of_another_model_is_refused(make_tiny_model):
     site = find_sites(make_tiny_model("gpt2"))[0]
-    with pytest.raises(ModelError, match="has no parameter 'transformer.h.0.attn.c_attn.weight'"):
+    with pytest.raises(ModelError, match=r"has no parameter 'transformer\.h\.0\.attn\.c_attn\.weight'"):
         site_weight(make_tiny_model("llama"), site)

@@ -126,7 +126,7 @@ def load_gguf(path: Path) -> tuple[torch.nn.Module, Any, dict[str, str], dict[st
     """
     header = read_gguf_header(path)
     with quiet_transformers():
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, TokenizersBackend
         from transformers.modeling_gguf_pytorch_utils import (
             GGUF_SUPPORTED_ARCHITECTURES,
             TENSOR_PROCESSORS,
@@ -155,7 +155,7 @@ def load_gguf(path: Path) -> tuple[torch.nn.Module, Any, dict[str, str], dict[st
                 experts_implementation="eager",
                 output_loading_info=True,
             )
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            tokenizer = TokenizersBackend.from_pretrained(path.parent, gguf_file=path.name)
         except (ImportError, OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
             raise ModelError(f"{path} cannot be read as a {header.architecture} model: {one_line(error)}") from error
     raise_if_incomplete(str(path), model, report["missing_keys"])

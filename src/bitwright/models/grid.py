@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import nn
 
 from bitwright.models.sites import Site, site_weight
@@ -102,7 +103,7 @@ def detect_grid(model: nn.Module, sites: Sequence[Site]) -> Grid | None:
 def _sampled_rows(model: nn.Module, site: Site) -> np.ndarray:
     weight = site_weight(model, site).detach()
     rows = np.unique(np.linspace(0, site.shape[0] - 1, num=min(site.shape[0], NUM_SAMPLED_GROUPS)).astype(np.int64))
-    return weight[rows].float().numpy()
+    return weight.numpy()[rows] if weight.dtype == torch.float32 else weight[rows].float().numpy()
 
 
 def _fit_site(w_RI: np.ndarray) -> _Fit | None:  # R sampled rows, I in_features

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import struct
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,7 @@ def _read_safetensors_dtypes(path: Path) -> _Stored:
 def _read_pickle_dtypes(path: Path) -> _Stored:
     try:
         tensors = torch.load(path, map_location="meta", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except (pickle.UnpicklingError, struct.error, RuntimeError, EOFError, OSError, ValueError) as error:
         raise ModelError(f"{path} is damaged or holds more than tensors ({one_line(error)})") from error
     return {
         name: ((DTYPE_FORMATS.get(t.dtype, str(t.dtype)), 8.0 * t.dtype.itemsize), t.numel())

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -96,9 +97,11 @@ def raise_if_not_finite(model: nn.Module, name: str) -> None:
     """Raise ModelError naming the first parameter with NaN or Inf, their number, and how many parameters have some."""
     bad: list[tuple[str, int, int]] = []
     for parameter_name, parameter in model.named_parameters():
-        lowest, highest = torch.aminmax(parameter.detach())  # one pass, no copy; NaN reaches both
-        if not (torch.isfinite(lowest) and torch.isfinite(highest)):
-            num_bad = int((~torch.isfinite(parameter)).sum())
+        values = parameter.detach().float().numpy()
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = values.sum()  # one quick pass: NaN and Inf reach the sum; a sum may also overflow by itself
+        num_bad = 0 if np.isfinite(total) else int((~np.isfinite(values)).sum())
+        if num_bad:
             bad.append((parameter_name, num_bad, parameter.numel()))
     if bad:
         first, num_bad, num_all = bad[0]
