@@ -213,6 +213,8 @@ def test_unreachable_hub_id_is_one_sentence(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match=r"'modles/smol' is neither an existing file or folder nor a reachable hub id"):
         models.load("modles/smol")
+    with pytest.raises(ModelError, match=r"did you mean 'demo-dithered'\?"):
+        models.load("demo-ditherd")
 
 
 # --- models in memory ------------------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from bitwright.catalog import nearest_name_hint
 from bitwright.errors import MissingExtra, ModelError
 from bitwright.models.demo import demo_file, dither
-from bitwright.models.gguf_file import load_gguf, one_line
+from bitwright.models.gguf_file import load_gguf
 from bitwright.models.hf_folder import load_folder
 from bitwright.models.loaded import LoadedModel, from_memory
 from bitwright.models.sites import find_sites
@@ -100,7 +101,9 @@ def _fetch(hub_id: str, allow_pickle: bool) -> Path:
         try:
             return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=["*/*"]))
         except (OSError, ValueError) as error:
+            hint = nearest_name_hint(hub_id, list(BUILT_IN))
+            advice = "; check its spelling, or the network, or pass a downloaded folder" if hint == "." else hint
+            reason = (str(error).splitlines() or [type(error).__name__])[0].strip()
             raise ModelError(
-                f"{hub_id!r} is neither an existing file or folder nor a reachable hub id ({one_line(error)}); check "
-                "its spelling, or the network, or pass a folder that was downloaded before"
+                f"{hub_id!r} is neither an existing file or folder nor a reachable hub id ({reason}){advice}"
             ) from error
