@@ -52,6 +52,8 @@ class SearchOptions(Record):
     sequence_length: int = Field(gt=0)
     #: Calibration tokens asked for.
     calibration_tokens: int = Field(gt=0)
+    #: Evaluation tokens asked for, for the repair and the final text each.
+    evaluation_tokens: int = Field(gt=0)
 
 
 class SiteChoice(Record):
@@ -169,13 +171,13 @@ class FrontierPoint(Record):
 
 
 class Prediction(Record):
-    """A predicted KL beside its measurement: a probe of one site, or a total."""
+    """A predicted KL beside its measurement: one site, all sites of a role (before correction), or a whole assignment."""
 
     #: "model.layers.3.mlp.down_proj in int4_g128", "whole plan", …
     what: str
     predicted_kl: Number
     measured_kl: Number
-    kind: Literal["site", "total"] = "site"
+    kind: Literal["site", "role", "total"] = "site"
     scheme: str | None = None
     role: str | None = None
 

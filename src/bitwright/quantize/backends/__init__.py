@@ -1,0 +1,1 @@
+"""The same arithmetic on different machines, equal bit for bit."""

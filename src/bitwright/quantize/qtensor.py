@@ -1,0 +1,54 @@
+"""Codes and scales: what a quantised tensor is, and back to values.
+
+Legend: N rows, K columns, G groups of a row.
+
+The codes of a `QTensor` are kept as the *values* that they stand for (−8 … 7, or a number of fp4_e2m1), in fp32, since
+emulation and scoring need values; packing them into bits is storage, not numerics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bitwright.quantize.scheme import TensorScheme
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class QTensor:
+    """A matrix as codes, scales and offsets."""
+
+    scheme: TensorScheme
+    #: Values of the codes, fp32 [N, K].
+    codes_NK: Tensor
+    #: Stored scales as fp32 values, [N, G] ([1, 1] per tensor); None without scaling.
+    scales_NG: Tensor | None = None
+    #: Zero points (integers as fp32) or minima, [N, G]; None where symmetric.
+    offsets_NG: Tensor | None = None
+    #: Second-level scale, fp32 0-d; None unless the scheme has one.
+    tensor_scale: Tensor | None = None
+
+    def dequantize(self) -> Tensor:
+        """Values, fp32 [N, K], by the formula of the scheme's symmetry."""
+        scaling = self.scheme.scaling
+        if scaling is None:
+            return self.codes_NK
+        assert self.scales_NG is not None
+        scales = self.scales_NG if self.tensor_scale is None else self.scales_NG * self.tensor_scale
+        columns = self.codes_NK.shape[1]
+        scale_NK = spread(scales, scaling.granularity.group_columns(columns), columns)
+        if self.offsets_NG is None:
+            return self.codes_NK * scale_NK
+        offset_NK = spread(self.offsets_NG, scaling.granularity.group_columns(columns), columns)
+        if scaling.symmetry == "zero_point":
+            return (self.codes_NK - offset_NK) * scale_NK
+        return self.codes_NK * scale_NK + offset_NK
+
+
+def spread(per_group_NG: Tensor, group_columns: int, columns: int) -> Tensor:
+    """Repeat each group's number over its columns: [N, G] → [N, K] (or a broadcastable [N, 1] where one covers all)."""
+    if per_group_NG.shape[1] == 1:
+        return per_group_NG
+    return torch.repeat_interleave(per_group_NG, group_columns, dim=1)[:, :columns]

@@ -1,0 +1,1 @@
+"""Named presets, one file a family; each module defines SCHEMES."""

@@ -1,0 +1,29 @@
+"""FP8 and FP6: floating codes with one scale per output channel (weights) and per token (activations)."""
+
+from bitwright.quantize.granularity import ROW
+from bitwright.quantize.scheme import Scaling, Scheme, TensorScheme
+
+_PER_ROW = Scaling(granularity=ROW, scale_format="fp32")
+_FP8 = TensorScheme(format="fp8_e4m3", scaling=_PER_ROW)
+
+SCHEMES = (
+    Scheme(
+        name="fp8_w",
+        description="E4M3 weights, one scale per output channel; activations untouched",
+        source="OCP 8-bit Floating Point Specification (OFP8) v1.0",
+        weights=_FP8,
+    ),
+    Scheme(
+        name="fp8",
+        description="FP8 W8A8: E4M3 weights per output channel, E4M3 activations per token, found per call",
+        source="compressed-tensors float-quantized (dynamic per-token activations); OFP8 v1.0",
+        weights=_FP8,
+        activations=_FP8,
+    ),
+    Scheme(
+        name="fp6_w",
+        description="E3M2 weights, one scale per output channel; activations untouched",
+        source="OCP Microscaling Formats (MX) v1.0, table 4 (FP6); FP6-LLM, section 5",
+        weights=TensorScheme(format="fp6_e3m2", scaling=_PER_ROW),
+    ),
+)

@@ -1,0 +1,125 @@
+"""What is kept between runs: scores, second moments, reference runs and measurements, by model, data and choice.
+
+    <folder>/<key>/scores.json          candidate → site → predicted KL before probes
+                   moments.safetensors  matrix → E[x²] of its inputs
+                   measured.json        digest of an assignment and a text → measured KL
+                   reference-<text>.safetensors    head inputs of the fp32 reference
+
+The key is a hash of the model's weights, the calibration text, the seed and the version of the estimator: any other input
+is another folder. Files are written beside their place and renamed, so a reader never sees half of one; a file that cannot
+be read counts as absent and is made again. The folder is `$XDG_CACHE_HOME/bitwright` (or `~/.cache/bitwright`), and may be
+deleted at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from bitwright.search.score import Candidate
+
+#: Raise this when scores of the same inputs would come out different.
+ESTIMATOR_VERSION = 1
+
+
+def default_folder() -> Path:
+    """Where caches lie unless told otherwise."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "bitwright"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cache:
+    """The cache of one (model, calibration text, seed); without a folder nothing is kept."""
+
+    folder: Path | None
+
+    def read_scores(self) -> dict[Candidate, dict[str, float]]:
+        """Candidate → site → KL."""
+        stored = self._read_json("scores.json")
+        return {
+            Candidate(scheme=scheme, rounding=rounding, transform=transform): sites
+            for key, sites in stored.items()
+            for scheme, rounding, transform in [key.split("/")]
+        }
+
+    def write_scores(self, scores: Mapping[Candidate, Mapping[str, float]]) -> None:
+        """Replace all scores."""
+        self._write_json("scores.json", {f"{c.scheme}/{c.rounding}/{c.transform}": s for c, s in scores.items()})
+
+    def read_moments(self) -> dict[str, Tensor]:
+        """Matrix name → fp32 [K]."""
+        return self._read_tensors("moments.safetensors")
+
+    def write_moments(self, moments: Mapping[str, Tensor]) -> None:
+        """Replace all second moments."""
+        self._write_tensors("moments.safetensors", moments)
+
+    def read_measured(self) -> dict[str, float]:
+        """Digest → number."""
+        return self._read_json("measured.json")
+
+    def write_measured(self, measured: Mapping[str, float]) -> None:
+        """Replace all measurements."""
+        self._write_json("measured.json", measured)
+
+    def read_reference(self, text_hash: str) -> Tensor | None:
+        """Head inputs fp32 [sequences, length, hidden], or None."""
+        return self._read_tensors(f"reference-{text_hash[:16]}.safetensors").get("head_inputs")
+
+    def write_reference(self, text_hash: str, head_inputs: Tensor) -> None:
+        """Keep the head inputs of a text."""
+        self._write_tensors(f"reference-{text_hash[:16]}.safetensors", {"head_inputs": head_inputs})
+
+    def _read_json(self, name: str) -> dict:
+        if self.folder is None:
+            return {}
+        try:
+            return dict(json.loads((self.folder / name).read_text(encoding="utf-8")))
+        except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+            return {}
+
+    def _write_json(self, name: str, content: Mapping) -> None:
+        self._write(name, json.dumps(content, sort_keys=True).encode())
+
+    def _read_tensors(self, name: str) -> dict[str, Tensor]:
+        if self.folder is None or not (self.folder / name).exists():
+            return {}
+        try:
+            return dict(load_file(self.folder / name))
+        except SafetensorError:
+            return {}
+
+    def _write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        self._write(name, save({key: value.contiguous().clone() for key, value in tensors.items()}))
+
+    def _write(self, name: str, content: bytes) -> None:
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=f".{name}-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.replace(temporary, self.folder / name)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+def open_cache(folder: Path | None, *, model_hash: str, text_hash: str, seed: int, include_head: bool) -> Cache:
+    """The cache for these inputs, below `folder`; None keeps nothing."""
+    if folder is None:
+        return Cache(folder=None)
+    key = "\n".join([str(ESTIMATOR_VERSION), torch.__version__, model_hash, text_hash, str(seed), str(include_head)])
+    return Cache(folder=folder / hashlib.sha256(key.encode()).hexdigest()[:24])

@@ -1,0 +1,202 @@
+"""Reference against plan, token by token.
+
+For every scored token, with p the reference (the loaded weights run in fp32) and q the plan, both over the vocabulary:
+
+    KL       Σ_v p_v (log p_v − log q_v)            nats per token
+    nll      −log q(the token that is there)        perplexity = exp(mean nll)
+    top-1    argmax p = argmax q
+
+The bf16 floor is the KL of the same weights with the whole model run in bf16: what the common default already costs.
+
+The reference is not run again for every plan. Where the model's logits are nothing but its head applied to the head's input
+(checked on the first batch), the head's inputs are kept (hidden · 4 bytes a token, not vocabulary · 4) and the logits are
+computed from them; otherwise an unchanged copy of the model runs beside the plan.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bitwright.errors import ModelError
+from bitwright.search.progress import Stage
+from bitwright.search.text import TextSet
+
+#: Tokens per forward pass.
+BATCH_TOKENS = 1024
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenEffects:
+    """What a plan did to each scored token, per sequence summed. All arrays have shape [sequences]."""
+
+    #: Scored tokens of each sequence.
+    num_tokens: Array
+    #: Sum of KL(reference ‖ plan), nats.
+    kl: Array
+    #: Sum of −log p of the true tokens under the reference and under the plan, nats.
+    nll_reference: Array
+    nll_plan: Array
+    #: Tokens at which both rank the same token first.
+    num_agreeing: Array
+
+    @property
+    def mean_kl(self) -> float:
+        """Nats per token."""
+        return float(self.kl.sum() / self.num_tokens.sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Reference:
+    """The loaded weights run in fp32 on one text."""
+
+    text: TextSet
+    #: Inputs of the output head, fp32 [sequences, length, hidden]; None where logits are more than the head's output.
+    head_inputs: Tensor | None
+    #: The head's own weight [vocabulary, hidden] and bias: a copy of the reference, whatever a plan does to the model.
+    head_weight: Tensor
+    head_bias: Tensor | None
+    #: An unchanged copy of the model, which computes the logits where `head_inputs` is None.
+    model: nn.Module | None = None
+
+    def logits(self, rows: slice) -> Tensor:
+        """fp32 [sequences in rows, length, vocabulary]."""
+        if self.head_inputs is not None:
+            return F.linear(self.head_inputs[rows], self.head_weight, self.head_bias)
+        assert self.model is not None
+        return run_logits(self.model, self.text.input_ids[rows])
+
+
+def run_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
+    """Logits in fp32, [sequences, length, vocabulary]; the model may compute in any dtype."""
+    logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
+    return logits.float()
+
+
+def batches(text: TextSet) -> Iterator[slice]:
+    """Slices over sequences of at most BATCH_TOKENS tokens (at least one sequence)."""
+    length = text.input_ids.shape[1]
+    step = max(1, BATCH_TOKENS // length)
+    for start in range(0, text.num_sequences, step):
+        yield slice(start, min(start + step, text.num_sequences))
+
+
+@torch.no_grad()
+def run_reference(model: nn.Module, text: TextSet, stage: Stage, known_head_inputs: Tensor | None = None) -> Reference:
+    """Run the model as it is and keep what later comparisons need.
+
+    Args:
+        model: fp32, unchanged.
+        text: what it is run on.
+        stage: advanced by one per sequence.
+        known_head_inputs: the result of an earlier run on the same text; the model is then not run.
+
+    Raises:
+        ModelError: the model has no linear head, or its logits are not finite.
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(head, nn.Linear):
+        raise ModelError(
+            f"{type(model).__name__} has no linear output head, so there are no next-token distributions to compare; "
+            "pass a causal language model"
+        )
+    head_weight = head.weight.detach()
+    head_bias = None if head.bias is None else head.bias.detach()
+    if known_head_inputs is not None:
+        stage.advance(text.num_sequences)
+        return Reference(text=text, head_inputs=known_head_inputs, head_weight=head_weight, head_bias=head_bias)
+    kept: list[Tensor] = []
+    for rows in batches(text):
+        with _capture_input(head) as captured:
+            logits = run_logits(model, text.input_ids[rows])
+        if not bool(torch.isfinite(logits).all()):
+            raise ModelError(
+                f"the reference's logits are not finite in sequences {rows.start} to {rows.stop - 1} of "
+                f"{text.source!r}; no plan can be compared with it: check the checkpoint (a bf16 model saved as fp16?)"
+            )
+        stage.advance(rows.stop - rows.start)
+        if len(captured) != 1 or not torch.equal(F.linear(captured[0], head_weight, head_bias), logits):
+            unchanged = copy.deepcopy(model)
+            stage.advance(text.num_sequences - rows.stop)
+            return Reference(
+                text=text, head_inputs=None, head_weight=head_weight, head_bias=head_bias, model=unchanged
+            )
+        kept.append(captured[0].clone())
+    return Reference(text=text, head_inputs=torch.cat(kept), head_weight=head_weight, head_bias=head_bias)
+
+
+class _capture_input:
+    """Keeps the input of a module's calls while open."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._inputs: list[Tensor] = []
+
+    def __enter__(self) -> list[Tensor]:
+        self._handle = self._module.register_forward_pre_hook(lambda _, args: self._inputs.append(args[0]))
+        return self._inputs
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+
+@torch.no_grad()
+def compare(reference: Reference, run: Callable[[Tensor], Tensor], stage: Stage, num_sequences: int | None = None) -> TokenEffects:
+    """Compare a way of running the model with its reference.
+
+    Args:
+        reference: the fp32 run of the same text.
+        run: input ids [sequences, length] → fp32 logits [sequences, length, vocabulary].
+        stage: advanced by one per sequence.
+        num_sequences: only the first so many sequences; None means all.
+    """
+    text = reference.text
+    sums: list[Tensor] = []
+    for rows in batches(text):
+        if num_sequences is not None and rows.start >= num_sequences:
+            break
+        ids, scored = text.input_ids[rows], text.scored[rows]
+        plan_logits, reference_logits = run(ids), reference.logits(rows)
+        sums.extend(
+            _sequence_sums(reference_logits[i], plan_logits[i], ids[i], scored[i]) for i in range(ids.shape[0])
+        )
+        stage.advance(rows.stop - rows.start)
+    columns = torch.stack(sums).double().numpy()
+    return TokenEffects(
+        num_tokens=columns[:, 0],
+        kl=columns[:, 1],
+        nll_reference=columns[:, 2],
+        nll_plan=columns[:, 3],
+        num_agreeing=columns[:, 4],
+    )
+
+
+def _sequence_sums(reference_LV: Tensor, plan_LV: Tensor, ids_L: Tensor, scored_L: Tensor) -> Tensor:
+    """Scored tokens, KL, both negative log-likelihoods, agreements of one sequence; logits at t predict token t + 1."""
+    predicts = scored_L[1:]
+    reference, plan = reference_LV[:-1][predicts], plan_LV[:-1][predicts]
+    targets = ids_L[1:][predicts].unsqueeze(-1)
+    agreeing = (reference.argmax(-1) == plan.argmax(-1)).double().sum()
+    # log p − log q = (ref − plan) − (lse ref − lse plan): the difference is formed before anything large is subtracted
+    log_p = reference.log_softmax(-1)
+    log_q = plan.log_softmax(-1)
+    nll_reference = -log_p.gather(-1, targets).double().sum()
+    nll_plan = -log_q.gather(-1, targets).double().sum()
+    kl = (log_p.exp() * log_q.neg_().add_(log_p)).sum(-1).double().clamp(min=0.0).sum()
+    return torch.stack([predicts.double().sum(), kl, nll_reference, nll_plan, agreeing])
+
+
+@torch.no_grad()
+def bf16_floor(model: nn.Module, reference: Reference, stage: Stage) -> float:
+    """Mean KL of the whole model run in bf16, nats per token: what today's default costs."""
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    return compare(reference, lambda ids: run_logits(half, ids), stage).mean_kl

@@ -1,0 +1,117 @@
+"""Probes: a handful of measurements that calibrate every prediction.
+
+A second-order prediction is off by a factor that depends on the role (softmax damps errors of q, values pass theirs on) and
+by another for many errors at once (they interact, and KL saturates). Both are measured, not assumed:
+
+    role      all sites of one role at a time take one scheme, and the KL is measured:
+              factor_role = measured / predicted, drawn towards the mean of all roles as far as one probe can err
+    total     a few whole assignments along the front are measured; between them log KL_total is interpolated in log Σ, and
+              beyond them it goes on in proportion
+
+    site    corrected = factor_role · raw score
+    plan    predicted = total(Σ corrected)
+
+A role's probe takes the scheme whose predicted KL lies nearest to PROBE_KL: large enough to stand out of the text's noise,
+small enough for the second order to hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bitwright.models import Site
+from bitwright.search.score import Candidate, Scores
+
+#: Predicted KL that a role's probe aims for, nats per token.
+PROBE_KL = 0.03
+#: Standard deviation of log(measured / predicted): between roles, and of one probe.
+_ROLE_SPREAD = 0.5
+_PROBE_ERROR = 0.15
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """One role's sites under one choice each: predicted before correction, and measured."""
+
+    role: str
+    #: What was run, for tables: "attn.q in int4_g128 clip".
+    what: str
+    scheme: str
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Correction:
+    """Turns raw scores into predictions."""
+
+    role_factors: Mapping[str, float]
+    #: Measured totals: (sum of corrected sites, measured KL), both rising; none means that sites simply add up.
+    totals: tuple[tuple[float, float], ...] = ()
+
+    def site(self, role: str, raw: float) -> float:
+        """Predicted KL of one site alone, nats per token."""
+        return self.role_factors.get(role, 1.0) * raw
+
+    def total(self, site_sum: float) -> float:
+        """Predicted KL of an assignment whose sites add up to `site_sum`."""
+        return _interpolate(self.totals, site_sum)
+
+    def site_sum(self, total: float) -> float:
+        """The sum of sites at which the total is predicted: the inverse of `total`."""
+        return _interpolate(tuple((measured, total_sum) for total_sum, measured in self.totals), total)
+
+    def with_total(self, site_sum: float, measured: float) -> Correction:
+        """The same with one more measured total.
+
+        Totals rise with their sum; an older point that contradicts the new one (noise of the text) gives way.
+        """
+        if not (site_sum > 0 and measured > 0):
+            return self
+        kept = [(s, m) for s, m in self.totals if (s < site_sum and m < measured) or (s > site_sum and m > measured)]
+        return replace(self, totals=tuple(sorted([*kept, (site_sum, measured)])))
+
+
+def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Linear in log–log between points of positive rising coordinates, proportional beyond them, 0 at 0."""
+    if x <= 0:
+        return 0.0
+    if not points:
+        return x
+    log_x = [math.log(point[0]) for point in points]
+    log_y = [math.log(point[1]) for point in points]
+    position = math.log(x)
+    if position <= log_x[0]:
+        return math.exp(log_y[0] + position - log_x[0])
+    if position >= log_x[-1]:
+        return math.exp(log_y[-1] + position - log_x[-1])
+    return math.exp(float(np.interp(position, log_x, log_y)))
+
+
+def choose_role_probes(
+    sites: Sequence[Site], scores: Scores, candidates: Sequence[Candidate]
+) -> dict[str, dict[str, Candidate]]:
+    """Role → assignment of all its scored sites, with a predicted sum as near to PROBE_KL as any candidate gives."""
+    probes: dict[str, dict[str, Candidate]] = {}
+    for role in dict.fromkeys(site.role for site in sites if site.name in scores):
+        names = [site.name for site in sites if site.role == role and site.name in scores]
+        sums = {c: sum(scores[name].get(c, math.nan) for name in names) for c in candidates}
+        usable = {c: total for c, total in sums.items() if math.isfinite(total) and total > 0}
+        if usable:
+            best = min(usable, key=lambda c: (abs(math.log(usable[c] / PROBE_KL)), c))
+            probes[role] = dict.fromkeys(names, best)
+    return probes
+
+
+def fit_roles(probes: Sequence[Probe]) -> Correction:
+    """Factors of all roles, each drawn towards the common mean by how much one probe can err."""
+    ratios = {
+        p.role: math.log(p.measured / p.predicted) for p in probes if p.predicted > 0 and p.measured > 0
+    }
+    if not ratios:
+        return Correction(role_factors={})
+    mean = sum(ratios.values()) / len(ratios)
+    trust = _ROLE_SPREAD**2 / (_ROLE_SPREAD**2 + _PROBE_ERROR**2)
+    return Correction(role_factors={role: math.exp(mean + trust * (ratio - mean)) for role, ratio in ratios.items()})

@@ -1,0 +1,65 @@
+"""Scores for every site and choice: from the cache where they are, else by one calibration pass.
+
+Only what is missing is worked out. A further scheme costs one more pass over the statistics, a further budget nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from bitwright.models import Site
+from bitwright.search.cache import Cache
+from bitwright.search.calibrate import calibrate
+from bitwright.search.progress import Progress
+from bitwright.search.score import Candidate, Scores, score
+from bitwright.search.text import TextSet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """What calibration knows of a model."""
+
+    #: Site → candidate → predicted KL before probes; sites that no token reached are absent.
+    scores: Scores
+    #: Matrix name → E[x²] of its inputs.
+    moments: dict[str, Tensor]
+
+
+def learn(
+    model: nn.Module,
+    sites: Sequence[Site],
+    text: TextSet,
+    candidates: Sequence[Candidate],
+    *,
+    seed: int,
+    cache: Cache,
+    progress: Progress,
+) -> Learned:
+    """Scores of `candidates` at `sites`."""
+    known, moments = cache.read_scores(), cache.read_moments()
+    missing = [c for c in candidates if c not in known] if moments else list(candidates)
+    if missing:
+        with progress.stage("calibrate", text.num_sequences) as stage:
+            statistics = calibrate(model, sites, text, seed=seed, stage=stage)
+        moments = {name: found.inputs.second_moment_K for name, found in statistics.matrices.items()}
+        moments |= {name: x.square().mean(0) for name, x in statistics.heads.items()}
+        found_now: dict[Candidate, dict[str, float]] = {c: {} for c in missing}
+        with progress.stage("score", len(sites)) as stage:
+            for site, scores in score(model, sites, statistics, missing):
+                for candidate, kl in scores.items():
+                    found_now[candidate][site.name] = kl
+                stage.advance()
+        known = {**known, **found_now}
+        cache.write_scores(known)
+        cache.write_moments(moments)
+    return Learned(
+        scores={
+            site.name: {c: known[c][site.name] for c in candidates}
+            for site in sites
+            if all(site.name in known[c] for c in candidates)
+        },
+        moments=moments,
+    )

@@ -1,0 +1,89 @@
+"""Running an assignment and comparing it with the reference: the only way a KL is ever called measured.
+
+The same assignment on the same text is measured once: results are kept by a digest of both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bitwright.inference import SiteRule, emulate
+from bitwright.models import Site
+from bitwright.models.linear_calls import matrices_of
+from bitwright.quantize import ROUNDINGS, SCHEMES, QTensor
+from bitwright.search.cache import Cache
+from bitwright.search.price import AS_LOADED, Assignment
+from bitwright.search.progress import Stage
+from bitwright.search.score import Candidate
+from bitwright.search.compare import Reference, TokenEffects, compare, run_logits
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Quantizer:
+    """Finds the codes of any choice, given what calibration learned of the inputs."""
+
+    #: Matrix name → E[x²], fp32 [K].
+    moments: Mapping[str, Tensor]
+    #: Site name → matrix name.
+    matrix_of: Mapping[str, str]
+
+    def quantize(self, site_name: str, choice: Candidate, weight_NK: Tensor) -> QTensor:
+        """Codes of one site's fp32 weight [N, K]."""
+        weights = SCHEMES[choice.scheme].weights
+        assert weights is not None, "a site that stays as loaded has no codes"
+        moment = self.moments.get(self.matrix_of[site_name])
+        return ROUNDINGS[choice.rounding].quantize(weight_NK, weights, moment)
+
+    def rules(self, assignment: Assignment) -> dict[str, SiteRule]:
+        """What `emulate` needs to run an assignment."""
+        return {
+            name: SiteRule(
+                quantize_weight=lambda w, name=name, choice=choice: self.quantize(name, choice, w).dequantize(),
+                activations=SCHEMES[choice.scheme].activations,
+            )
+            for name, choice in assignment.items()
+            if choice.scheme != AS_LOADED.scheme
+        }
+
+
+def quantizer_for(sites: Sequence[Site], moments: Mapping[str, Tensor]) -> Quantizer:
+    """A quantizer of all sites of a model."""
+    return Quantizer(
+        moments=moments, matrix_of={site.name: m.name for m in matrices_of(sites) for site in m.sites}
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Meter:
+    """Measures assignments on one text."""
+
+    model: nn.Module
+    sites: Sequence[Site]
+    quantizer: Quantizer
+    reference: Reference
+    cache: Cache
+
+    def kl(self, assignment: Assignment, num_sequences: int, stage: Stage) -> float:
+        """Mean KL on the first `num_sequences` sequences, nats per token; sites that are not named stay as loaded."""
+        key = self._digest(assignment, num_sequences)
+        known = self.cache.read_measured()
+        if key in known:
+            stage.advance(num_sequences)
+            return known[key]
+        measured = self.effects(assignment, num_sequences, stage).mean_kl
+        self.cache.write_measured({**self.cache.read_measured(), key: measured})
+        return measured
+
+    def effects(self, assignment: Assignment, num_sequences: int | None, stage: Stage) -> TokenEffects:
+        """Everything a comparison tells, per sequence."""
+        with torch.no_grad(), emulate(self.model, self.sites, self.quantizer.rules(assignment)) as model:
+            return compare(self.reference, lambda ids: run_logits(model, ids), stage, num_sequences)
+
+    def _digest(self, assignment: Assignment, num_sequences: int) -> str:
+        changed = sorted((name, str(c)) for name, c in assignment.items() if c.scheme != AS_LOADED.scheme)
+        return hashlib.sha256(f"{self.reference.text.hash} {num_sequences} {changed}".encode()).hexdigest()[:32]
