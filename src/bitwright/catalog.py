@@ -60,7 +60,7 @@ class Catalog(Mapping[str, T], Generic[T]):
             if info.name.startswith("_"):
                 continue
             module = importlib.import_module(f"{self.package}.{info.name}")
-            records = getattr(module, self.attribute, None)
+            records: tuple[T, ...] | None = getattr(module, self.attribute, None)
             if not isinstance(records, tuple) or not records:
                 raise TypeError(f"{module.__name__} must define {self.attribute}, a non-empty tuple of {self.kind}s")
             for record in records:

@@ -28,7 +28,9 @@ class Estimate:
     high: float
 
 
-def bootstrap(statistic: Callable[[npt.NDArray[np.int64]], float], num_sequences: int, seed: int, confidence: float = 0.95) -> Estimate:
+def bootstrap(
+    statistic: Callable[[npt.NDArray[np.int64]], float], num_sequences: int, seed: int, confidence: float = 0.95
+) -> Estimate:
     """Percentile interval of a statistic of resampled sequences.
 
     Args:

@@ -1,14 +1,14 @@
 """What is kept between runs: scores, second moments, reference runs and measurements, by model, data and choice.
 
     <folder>/<key>/scores.json          candidate → site → predicted KL before probes
-                   moments.safetensors  matrix → E[x²] of its inputs
+                   moments.safetensors  site → second moment of its inputs
                    measured.json        digest of an assignment and a text → measured KL
                    reference-<text>.safetensors    head inputs of the fp32 reference
 
-The key is a hash of the model's weights, the calibration text, the seed and the version of the estimator: any other input
-is another folder. Files are written beside their place and renamed, so a reader never sees half of one; a file that cannot
-be read counts as absent and is made again. The folder is `$XDG_CACHE_HOME/bitwright` (or `~/.cache/bitwright`), and may be
-deleted at any time.
+The key is a hash of the model's weights, the calibration text, the seed and the version of the estimator: any other
+input is another folder. Files are written beside their place and renamed, so a reader never sees half of one; a file
+that cannot be read counts as absent and is made again. The folder is `$XDG_CACHE_HOME/bitwright` (or
+`~/.cache/bitwright`), and may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from bitwright.quantize.moment import InputMoment
 from bitwright.search.score import Candidate
 
 #: Raise this when scores of the same inputs would come out different.
-ESTIMATOR_VERSION = 1
+ESTIMATOR_VERSION = 2
 
 
 def default_folder() -> Path:
@@ -57,13 +58,13 @@ class Cache:
         """Replace all scores."""
         self._write_json("scores.json", {f"{c.scheme}/{c.rounding}/{c.transform}": s for c, s in scores.items()})
 
-    def read_moments(self) -> dict[str, Tensor]:
-        """Matrix name → fp32 [K]."""
-        return self._read_tensors("moments.safetensors")
+    def read_moments(self) -> dict[str, InputMoment]:
+        """Site → second moment of its inputs."""
+        return {site: InputMoment(blocks=blocks) for site, blocks in self._read_tensors("moments.safetensors").items()}
 
-    def write_moments(self, moments: Mapping[str, Tensor]) -> None:
+    def write_moments(self, moments: Mapping[str, InputMoment]) -> None:
         """Replace all second moments."""
-        self._write_tensors("moments.safetensors", moments)
+        self._write_tensors("moments.safetensors", {site: moment.blocks for site, moment in moments.items()})
 
     def read_measured(self) -> dict[str, float]:
         """Digest → number."""

@@ -8,9 +8,9 @@ For every scored token, with p the reference (the loaded weights run in fp32) an
 
 The bf16 floor is the KL of the same weights with the whole model run in bf16: what the common default already costs.
 
-The reference is not run again for every plan. Where the model's logits are nothing but its head applied to the head's input
-(checked on the first batch), the head's inputs are kept (hidden · 4 bytes a token, not vocabulary · 4) and the logits are
-computed from them; otherwise an unchanged copy of the model runs beside the plan.
+The reference is not run again for every plan. Where the model's logits are nothing but its head applied to the head's
+input (checked on the first batch), the head's inputs are kept (hidden · 4 bytes a token, not vocabulary · 4) and the
+logits are computed from them; otherwise an unchanged copy of the model runs beside the plan.
 """
 
 from __future__ import annotations
@@ -127,9 +127,7 @@ def run_reference(model: nn.Module, text: TextSet, stage: Stage, known_head_inpu
         if len(captured) != 1 or not torch.equal(F.linear(captured[0], head_weight, head_bias), logits):
             unchanged = copy.deepcopy(model)
             stage.advance(text.num_sequences - rows.stop)
-            return Reference(
-                text=text, head_inputs=None, head_weight=head_weight, head_bias=head_bias, model=unchanged
-            )
+            return Reference(text=text, head_inputs=None, head_weight=head_weight, head_bias=head_bias, model=unchanged)
         kept.append(captured[0].clone())
     return Reference(text=text, head_inputs=torch.cat(kept), head_weight=head_weight, head_bias=head_bias)
 
@@ -150,7 +148,9 @@ class _capture_input:
 
 
 @torch.no_grad()
-def compare(reference: Reference, run: Callable[[Tensor], Tensor], stage: Stage, num_sequences: int | None = None) -> TokenEffects:
+def compare(
+    reference: Reference, run: Callable[[Tensor], Tensor], stage: Stage, num_sequences: int | None = None
+) -> TokenEffects:
     """Compare a way of running the model with its reference.
 
     Args:
@@ -166,9 +166,7 @@ def compare(reference: Reference, run: Callable[[Tensor], Tensor], stage: Stage,
             break
         ids, scored = text.input_ids[rows], text.scored[rows]
         plan_logits, reference_logits = run(ids), reference.logits(rows)
-        sums.extend(
-            _sequence_sums(reference_logits[i], plan_logits[i], ids[i], scored[i]) for i in range(ids.shape[0])
-        )
+        sums.extend(_sequence_sums(reference_logits[i], plan_logits[i], ids[i], scored[i]) for i in range(ids.shape[0]))
         stage.advance(rows.stop - rows.start)
     columns = torch.stack(sums).double().numpy()
     return TokenEffects(

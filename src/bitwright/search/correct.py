@@ -1,18 +1,18 @@
 """Probes: a handful of measurements that calibrate every prediction.
 
-A second-order prediction is off by a factor that depends on the role (softmax damps errors of q, values pass theirs on) and
-by another for many errors at once (they interact, and KL saturates). Both are measured, not assumed:
+A second-order prediction is off by a factor that depends on the role (softmax damps errors of q, values pass theirs on)
+and by another for many errors at once (they interact, and KL saturates). Both are measured, not assumed:
 
     role      all sites of one role at a time take one scheme, and the KL is measured:
               factor_role = measured / predicted, drawn towards the mean of all roles as far as one probe can err
-    total     a few whole assignments along the front are measured; between them log KL_total is interpolated in log Σ, and
-              beyond them it goes on in proportion
+    total     a few whole assignments along the front are measured; between them log KL_total is interpolated in log Σ,
+              and beyond them it goes on in proportion
 
     site    corrected = factor_role · raw score
     plan    predicted = total(Σ corrected)
 
-A role's probe takes the scheme whose predicted KL lies nearest to PROBE_KL: large enough to stand out of the text's noise,
-small enough for the second order to hold.
+A role's probe takes the scheme whose predicted KL lies nearest to PROBE_KL: large enough to stand out of the text's
+noise, small enough for the second order to hold.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ PROBE_KL = 0.03
 #: Standard deviation of log(measured / predicted): between roles, and of one probe.
 _ROLE_SPREAD = 0.5
 _PROBE_ERROR = 0.15
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
     """One role's sites under one choice each: predicted before correction, and measured."""
@@ -107,9 +109,7 @@ def choose_role_probes(
 
 def fit_roles(probes: Sequence[Probe]) -> Correction:
     """Factors of all roles, each drawn towards the common mean by how much one probe can err."""
-    ratios = {
-        p.role: math.log(p.measured / p.predicted) for p in probes if p.predicted > 0 and p.measured > 0
-    }
+    ratios = {p.role: math.log(p.measured / p.predicted) for p in probes if p.predicted > 0 and p.measured > 0}
     if not ratios:
         return Correction(role_factors={})
     mean = sum(ratios.values()) / len(ratios)

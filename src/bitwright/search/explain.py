@@ -16,7 +16,9 @@ def reason_for(
     if choice == AS_LOADED:
         if site.role in END_ROLES and not include_head:
             return f"kept in its loaded format ({loaded_format}): --include-head makes it a choice"
-        return f"kept in its loaded format ({loaded_format}): no calibration token reached it, so nothing is known of it"
+        return (
+            f"kept in its loaded format ({loaded_format}): no calibration token reached it, so nothing is known of it"
+        )
     for repair in mended.repairs:
         if repair.site in (site.name, site.tied_group):
             return f"raised from {repair.from_scheme}: {repair.why}"
@@ -29,10 +31,14 @@ def reason_for(
     parts = []
     if larger:
         up = larger[0]
-        parts.append(f"{up.key} would save {chosen.kl - up.kl:.2g} nats for {_kib(up.num_bytes - chosen.num_bytes)} more")
+        parts.append(
+            f"{up.key} would save {chosen.kl - up.kl:.2g} nats for {_kib(up.num_bytes - chosen.num_bytes)} more"
+        )
     if smaller:
         down = smaller[-1]
-        parts.append(f"{down.key} would save {_kib(chosen.num_bytes - down.num_bytes)} for {down.kl - chosen.kl:.2g} nats more")
+        parts.append(
+            f"{down.key} would save {_kib(chosen.num_bytes - down.num_bytes)} for {down.kl - chosen.kl:.2g} nats more"
+        )
     aim = "smallest model within the limit" if objective == "memory" else "least KL within the size"
     together = f" ({len(group.sites)} rows of one matrix decide together)" if len(group.sites) > 1 else ""
     return f"part of the {aim}: " + ("; ".join(parts) or "the only usable choice") + together

@@ -3,8 +3,8 @@
 On the *repair* text, with the upper end of the measured interval as the figure that must keep the limit:
 
     far off (more than 10 %)   the prediction of totals takes on the measurement, and the problem is solved again
-    a little over              sites are raised by measured blame: the likeliest culprits are raised one at a time, the drop
-                               in KL is measured, and those with the largest drop per byte stay raised
+    a little over              sites are raised by measured blame: the likeliest culprits are raised one at a time, the
+                               drop in KL is measured, and those with the largest drop per byte stay raised
     kept                       done; a plan that stays far below its limit is solved again once, towards it
 
 The *final* text is not touched here.
@@ -74,7 +74,10 @@ def mend(
         assignment = problem.assignment(solution)
         with progress.stage("measure on the repair text", num_sequences) as stage:
             effects = meter.effects(assignment, None, stage)
-        repairs = [r if r.measured_kl_after is not None else r.model_copy(update={"measured_kl_after": effects.mean_kl}) for r in repairs]
+        repairs = [
+            r if r.measured_kl_after is not None else r.model_copy(update={"measured_kl_after": effects.mean_kl})
+            for r in repairs
+        ]
         problem = _recalibrate(problem, assignment, effects.mean_kl)
         figures = quality_figures(effects, budget, seed)
         ratio = max((upper / limit for limit, _, upper in figures.values()), default=0.0)
@@ -132,7 +135,9 @@ def _raise_by_blame(
     blame: dict[int, float] = {}
     with progress.stage("measure blame", len(suspects) * count) as stage:
         for index, scheme in suspects.items():
-            blame[index] = before - meter.kl(problem.assignment(_raised(problem, solution, index, scheme)), count, stage)
+            blame[index] = before - meter.kl(
+                problem.assignment(_raised(problem, solution, index, scheme)), count, stage
+            )
     excess = before * (1 - (1 - MARGIN / 2) / ratio)
     made: list[Repair] = []
     dropped = 0.0
@@ -165,7 +170,11 @@ def _suspects(problem: Problem, solution: Solution, budget: Budget) -> dict[int,
         if better:
             gains[index] = ((option.kl - better[0].kl) / (better[0].num_bytes - option.num_bytes), better[0].key)
     best = sorted(gains, key=lambda index: -gains[index][0])[:NUM_SUSPECTS]
-    return {index: gains[index][1] for index in best if _fits(problem, _raised(problem, solution, index, gains[index][1]), budget)}
+    return {
+        index: gains[index][1]
+        for index in best
+        if _fits(problem, _raised(problem, solution, index, gains[index][1]), budget)
+    }
 
 
 def _raised(problem: Problem, solution: Solution, index: int, scheme: str) -> Solution:

@@ -1,8 +1,8 @@
 """What a choice weighs, and how long it will take.
 
-Bytes are exact: codes, scales, offsets and the padding of a row to whole bytes. What no choice touches (norms, biases, and
-the embedding and head unless they are asked for) weighs what it does in the checkpoint. Time is the roofline's, linear
-layer by linear layer, and always *predicted*: nothing is run on that hardware here.
+Bytes are exact: codes, scales, offsets and the padding of a row to whole bytes. What no choice touches (norms, biases,
+and the embedding and head unless they are asked for) weighs what it does in the checkpoint. Time is the roofline's,
+linear layer by linear layer, and always *predicted*: nothing is run on that hardware here.
 
     effective bits   stored bits of the decoder's linear weights ÷ their number
     nominal bits     the same without scales and offsets, as peers count

@@ -125,13 +125,8 @@ def _group(
     choices: dict[str, tuple[Candidate, ...]] = {}
     options = []
     for scheme in dict.fromkeys(candidate.scheme for candidate in candidates):
-        best = tuple(
-            min(
-                (candidate for candidate in candidates if candidate.scheme == scheme),
-                key=lambda candidate, site=site: _rank(scores[site.name][candidate]),
-            )
-            for site in sites
-        )
+        rivals = [candidate for candidate in candidates if candidate.scheme == scheme]
+        best = tuple(_least(rivals, scores[site.name]) for site in sites)
         kl = sum(correction.site(s.role, scores[s.name][c]) for s, c in zip(sites, best, strict=True))
         if math.isfinite(kl):
             choices[scheme] = best
@@ -146,5 +141,6 @@ def _group(
     return Group(sites=sites, choices=choices, options=tuple(options))
 
 
-def _rank(kl: float) -> float:
-    return kl if math.isfinite(kl) else math.inf
+def _least(candidates: Sequence[Candidate], kls: Mapping[Candidate, float]) -> Candidate:
+    """The candidate with the least prediction; the first of equals, and NaN last."""
+    return min(candidates, key=lambda candidate: kls[candidate] if math.isfinite(kls[candidate]) else math.inf)

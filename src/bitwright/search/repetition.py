@@ -1,8 +1,8 @@
 """Does a plan make long generations go round in circles?
 
 Greedy continuations of a few prompts from held-out text; the share of 4-grams that already occurred earlier in the same
-continuation (Welleck et al., "Neural Text Generation with Unlikelihood Training", 2020, section 6: seq-rep-4). Compare it
-with the reference's own share, not with zero: small models repeat themselves in any precision.
+continuation (Welleck et al., "Neural Text Generation with Unlikelihood Training", 2020, section 6: seq-rep-4). Compare
+it with the reference's own share, not with zero: small models repeat themselves in any precision.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def greedy(model: nn.Module, prompts: Tensor, num_new_tokens: int, stage: Stage)
     cache: Any = None
     inputs, produced = prompts, []
     for _ in range(num_new_tokens):
-        output = model(input_ids=inputs, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(input_ids=inputs, cache=cache, use_cache=True)
+        cache = output.cache
         inputs = output.logits[:, -1:].argmax(-1)
         produced.append(inputs)
         stage.advance()

@@ -137,7 +137,9 @@ def verify(
             f"({plan.model.name!r}, hash {plan.model.hash[:12]}); give the right model with --model, or plan anew"
         )
     if plan.options is None:
-        raise PlanError("the plan does not say how its text was cut (no options); make it again with bitwright optimize")
+        raise PlanError(
+            "the plan does not say how its text was cut (no options); make it again with bitwright optimize"
+        )
     sites = find_sites(loaded.model)
     paths = plan.run.paths
     splits = split_text(
