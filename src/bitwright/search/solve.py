@@ -9,12 +9,18 @@ A multiple-choice knapsack. Each group of sites that must agree takes exactly on
 Predicted KLs add up (the second-order expansion of KL is a sum over independent errors), which is what makes this a
 linear program in binaries. It is solved by HiGHS to proven optimality; an option that another one beats in both KL and
 bytes is dropped before. Rejected: the greedy by gain per byte, which is only optimal on the convex hull.
+
+A solver works within tolerances, and a size limit is exact. So options that alone exceed a limit are dropped, every
+row is divided by its limit (tolerances are then relative to it), and bytes are counted in their greatest common divisor
+with half a unit of room above the limit: what keeps it lies a half below, what breaks it a half above.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import highspy
@@ -22,6 +28,11 @@ import numpy as np
 import numpy.typing as npt
 
 Objective = Literal["kl", "bytes"]
+
+#: What rounding in sums of floats may add to a limit, as a factor.
+_SLACK = 1 + 1e-12
+#: Largest option ÷ optimum up to which the solver's gap (1e-9 of the former) is small beside the latter.
+_LARGEST_UNIT = 100.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +47,13 @@ class Option:
     num_bytes: int
     #: Whether they count for the effective bits (decoder linears do, embedding and head do not).
     counts_as_decoder: bool = True
+
+
+_QUANTITIES: Mapping[str, Callable[[Option], float]] = {
+    "kl": lambda option: option.kl,
+    "bytes": lambda option: option.num_bytes,
+    "decoder bytes": lambda option: option.num_bytes if option.counts_as_decoder else 0,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,37 +88,13 @@ def solve(
 ) -> Solution | None:
     """The best assignment, or None where no assignment keeps the limits.
 
-    Ties (equal objective within the solver's tolerance) go to the smaller of the other quantity.
+    Of the assignments with the fewest bytes the one with the least KL is returned.
     """
-    pruned = [undominated(options) for options in groups]
-    if not pruned:
-        return Solution(options=())
-    flat = [option for options in pruned for option in options]
-    kl = np.array([option.kl for option in flat])
-    num_bytes = np.array([float(option.num_bytes) for option in flat])
-    # scaled so that both quantities are of order one; a trace of the other one breaks ties
-    kl_unit = max(float(kl.max()), 1e-30)
-    bytes_unit = max(float(num_bytes.max()), 1.0)
-    trace = 1e-9
-    cost = (
-        kl / kl_unit + trace * num_bytes / bytes_unit
-        if minimize == "kl"
-        else num_bytes / bytes_unit + trace * kl / kl_unit
-    )
-    decoder_bytes = num_bytes * np.array([float(option.counts_as_decoder) for option in flat])
-    limits = [
-        (quantity / unit, limit / unit)
-        for quantity, unit, limit in (
-            (kl, kl_unit, max_kl),
-            (num_bytes, bytes_unit, max_bytes),
-            (decoder_bytes, bytes_unit, max_decoder_bytes),
-        )
-        if limit is not None
-    ]
-    chosen = _binary_program(cost, [len(options) for options in pruned], limits)
-    if chosen is None:
-        return None
-    return Solution(options=tuple(options[index] for options, index in zip(pruned, chosen, strict=True)))
+    limits = {"kl": max_kl, "bytes": max_bytes, "decoder bytes": max_decoder_bytes}
+    found = _minimize([undominated(options) for options in groups], minimize, limits)
+    if found is None or minimize == "kl":
+        return found
+    return _minimize([undominated(options) for options in groups], "kl", {**limits, "bytes": found.num_bytes})
 
 
 def undominated(options: Sequence[Option]) -> tuple[Option, ...]:
@@ -131,6 +125,47 @@ def front(groups: Sequence[Sequence[Option]], num_points: int) -> tuple[Solution
     return tuple(points)
 
 
+def _minimize(
+    groups: Sequence[Sequence[Option]], objective: Objective, limits: Mapping[str, float | None]
+) -> Solution | None:
+    rows = [(_QUANTITIES[name], limit) for name, limit in limits.items() if limit is not None]
+    fitting = [[o for o in options if all(q(o) <= limit * _SLACK for q, limit in rows)] for options in groups]
+    if any(not options for options in fitting) or any(limit < 0 for _, limit in rows):
+        return None
+    if not groups:
+        return Solution(options=())
+    quantity = _QUANTITIES[objective]
+    while True:
+        flat = [option for options in fitting for option in options]
+        unit = max(quantity(option) for option in flat) or 1.0
+        chosen = _binary_program(
+            np.array([quantity(option) / unit for option in flat]),
+            [len(options) for options in fitting],
+            [_row(flat, *row) for row in rows],
+        )
+        if chosen is None:
+            return None
+        found = Solution(options=tuple(options[index] for options, index in zip(fitting, chosen, strict=True)))
+        best = sum(quantity(option) for option in found.options)
+        # the solver's gap is relative to `unit`: where one option dwarfs the optimum, solve again without it
+        if best == 0 or unit <= _LARGEST_UNIT * best:
+            return found
+        fitting = [[option for option in options if quantity(option) <= best * _SLACK] for options in fitting]
+
+
+def _row(
+    flat: Sequence[Option], quantity: Callable[[Option], float], limit: float
+) -> tuple[npt.NDArray[np.float64], float]:
+    """Coefficients and right side of one limit, both of order one."""
+    values = [quantity(option) for option in flat]
+    if all(isinstance(value, int) for value in values):
+        divisor = math.gcd(*(int(value) for value in values)) or 1
+        whole = math.floor(limit * _SLACK / divisor) + 0.5
+        return np.array([value // divisor / whole for value in values]), 1.0
+    unit = limit if limit > 0 else 1.0
+    return np.array([value / unit for value in values]), limit / unit * _SLACK
+
+
 def _binary_program(
     cost: npt.NDArray[np.float64], group_sizes: Sequence[int], limits: Sequence[tuple[npt.NDArray[np.float64], float]]
 ) -> list[int] | None:
@@ -154,10 +189,11 @@ def _binary_program(
     model.a_matrix_.start_ = row_starts.astype(np.int32)
     model.a_matrix_.index_ = columns.astype(np.int32)
     model.a_matrix_.value_ = values
-    solver = highspy.Highs()
-    solver.setOptionValue("output_flag", False)
+    solver = _QuietSolver()
     solver.setOptionValue("mip_rel_gap", 0.0)
     solver.setOptionValue("mip_abs_gap", 1e-9)
+    solver.setOptionValue("mip_feasibility_tolerance", 1e-9)
+    solver.setOptionValue("primal_feasibility_tolerance", 1e-9)
     solver.setOptionValue("random_seed", 0)
     solver.setOptionValue("threads", 1)
     solver.passModel(model)
@@ -167,4 +203,12 @@ def _binary_program(
         return None
     assert status == highspy.HighsModelStatus.kOptimal, f"the solver stopped with {status}"
     solution = np.array(solver.getSolution().col_value)
-    return [int(np.argmax(solution[start:end])) for start, end in zip(starts[:-1], starts[1:], strict=True)]
+    return [int(np.argmax(solution[start:end])) for start, end in pairwise(starts)]
+
+
+class _QuietSolver(highspy.Highs):  # type: ignore[misc]
+    """HiGHS without output. Its constructor enables callbacks, which prints a banner unless output is off by then."""
+
+    def enableCallbacks(self) -> None:
+        self.silent()
+        super().enableCallbacks()
