@@ -12,7 +12,8 @@ place the largest element just outside the codes' range; it then saturates, as i
 or one so small that its scale is stored as zero, has scale 0 and dequantises to its offset (zero where symmetric).
 
 `shrink` < 1 multiplies the range before the scale is found: values outside saturate, all others are resolved finer.
-That is the one knob of clip search (`rounding/clip.py`).
+`full_range_scales` uses the one code more that two's complement has below zero: the group's extreme value, whatever its
+sign, takes the code −2^(b−1), by a scale of the opposite sign (GGUF's Q4_0 does so). Both serve `rounding/clip.py`.
 """
 
 from __future__ import annotations
@@ -70,6 +71,21 @@ def find_scales(grouped: Tensor, format_name: str, scaling: Scaling, shrink: flo
     tensor_scale = grouped.abs().amax() / (largest_scale * float(number.max))
     tensor_scale = torch.where(tensor_scale > 0, tensor_scale, torch.ones_like(tensor_scale))
     return Scales(scale=_store(ideal / tensor_scale, scaling.scale_format), offset=None, tensor_scale=tensor_scale)
+
+
+def full_range_scales(grouped: Tensor, format_name: str, scaling: Scaling, shrink: float) -> Scales:
+    """Signed scales that map each group's extreme value, times `shrink`, to the lowest integer code.
+
+    Args:
+        grouped: fp32 [..., group].
+        format_name: a signed integer format.
+        scaling: symmetric, one level, scales in a format with signs.
+        shrink: factor on the range.
+    """
+    low, high = torch.aminmax(grouped, dim=-1, keepdim=True)
+    extreme = torch.where(high > -low, high, low)
+    scale = _store(extreme * (shrink / float(formats.get(format_name).min)), scaling.scale_format)
+    return Scales(scale=scale, offset=None, tensor_scale=None)
 
 
 def _asymmetric(grouped: Tensor, format_name: str, scaling: Scaling, shrink: float | Tensor) -> Scales:

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from bitwright.quantize.moment import InputMoment
+from bitwright.errors import DataError
 from bitwright.search.score import Candidate
 
 #: Raise this when scores of the same inputs would come out different.
@@ -86,9 +87,10 @@ class Cache:
         if self.folder is None:
             return {}
         try:
-            return dict(json.loads((self.folder / name).read_text(encoding="utf-8")))
-        except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+            content = json.loads((self.folder / name).read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError):
             return {}
+        return content if isinstance(content, dict) else {}
 
     def _write_json(self, name: str, content: Mapping) -> None:
         self._write(name, json.dumps(content, sort_keys=True).encode())
@@ -107,15 +109,25 @@ class Cache:
     def _write(self, name: str, content: bytes) -> None:
         if self.folder is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=f".{name}-")
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            os.replace(temporary, self.folder / name)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _replace(self.folder / name, content)
+        except OSError as error:
+            raise DataError(
+                f"cannot keep statistics in the cache '{self.folder}' ({error.strerror}); make room or permit writing "
+                "there, set XDG_CACHE_HOME to another folder, or pass --no-cache"
+            ) from error
+
+
+def _replace(path: Path, content: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def open_cache(folder: Path | None, *, model_hash: str, text_hash: str, seed: int, include_head: bool) -> Cache:

@@ -1,11 +1,10 @@
 """One pass, every format: what the model's own gradients say about errors at every site.
 
-One forward and backward pass over the calibration text, with labels *sampled from the model itself* (so that the squared
-gradient is the true Fisher information, not the empirical one; Kunstner et al. 2019). Kept for every matrix:
+One forward and backward pass over the calibration text, with labels *sampled from the model itself* (so that the
+squared gradient is the true Fisher information, not the empirical one; Kunstner et al. 2019). Kept for every matrix:
 
     x   its inputs                      bf16 [T, K]     shared by matrices that read the same tensor (q, k and v)
     g   the gradients at its outputs    bf16 [T, N]     of Σ_t log p(sampled token t)
-    E[x²] of each input column          fp32 [K]        what clip search weighs errors with
     x of some tokens, unrounded         fp32 [R, K]     on which activations are rounded to try formats
 
 and for the head the inputs of some tokens. bf16's 8 bits are ample: an estimate averages thousands of products.
@@ -41,8 +40,6 @@ class Inputs:
 
     #: bf16 [T, K], in the order of the text.
     x_TK: Tensor
-    #: fp32 [K]: mean of x² over all T tokens.
-    second_moment_K: Tensor
     #: fp32 [R, K]: inputs of the rows `unrounded_rows` of x_TK.
     unrounded_RK: Tensor
     #: int64 [R].
@@ -93,8 +90,6 @@ class _Recorder:
     gradients: dict[str, list[Tensor]] = field(default_factory=dict)
     inputs_of: dict[str, list[int]] = field(default_factory=dict)
     x: list[Tensor] = field(default_factory=list)
-    square_sums: list[Tensor] = field(default_factory=list)
-    num_rows: list[int] = field(default_factory=list)
     unrounded: list[Tensor] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
     ids: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -108,7 +103,7 @@ class _Recorder:
         if not x.is_floating_point():
             self.ids.setdefault(matrix.name, []).append(x.detach().reshape(-1))
         elif matrix.name in self.head_matrices:
-            flat = x.detach().reshape(-1, x.shape[-1])
+            flat = self._real(x.detach().reshape(-1, x.shape[-1]))
             keep = self._sample(flat.shape[0], self.head_keep_ratio)
             self.head_inputs.setdefault(matrix.name, []).append(flat[keep].clone())
             return y
@@ -129,14 +124,12 @@ class _Recorder:
             flat = x.detach().reshape(-1, x.shape[-1])
             keep = self._sample(flat.shape[0], self.keep_ratio)
             self.x.append(flat.to(torch.bfloat16))
-            self.square_sums.append(self._real(flat).square().sum(0))
-            self.num_rows.append(self._real(flat).shape[0])
             self.unrounded.append(flat[keep].clone())
             self.rows.append(keep)
         return len(self.x) - 1
 
     def _real(self, flat: Tensor) -> Tensor:
-        """Without padding; an expert's rows are routed tokens, of which padding has no gradient anyway."""
+        """Rows that are no padding. (Elsewhere padding needs no care: no gradient flows to it.)"""
         fits = self.real_rows is not None and self.real_rows.numel() == flat.shape[0]
         return flat[self.real_rows] if fits else flat
 
@@ -224,10 +217,8 @@ def _join_inputs(recorder: _Recorder, batches: list[int]) -> Inputs:
     offsets = [0]
     for batch in batches:
         offsets.append(offsets[-1] + recorder.x[batch].shape[0])
-    num_rows = sum(recorder.num_rows[batch] for batch in batches)
     joined = Inputs(
         x_TK=torch.cat([recorder.x[batch] for batch in batches]),
-        second_moment_K=torch.stack([recorder.square_sums[batch] for batch in batches]).sum(0) / max(num_rows, 1),
         unrounded_RK=torch.cat([recorder.unrounded[batch] for batch in batches]),
         unrounded_rows=torch.cat(
             [recorder.rows[batch] + offset for batch, offset in zip(batches, offsets[:-1], strict=True)]

@@ -158,15 +158,26 @@ def compare(
         run: input ids [sequences, length] → fp32 logits [sequences, length, vocabulary].
         stage: advanced by one per sequence.
         num_sequences: only the first so many sequences; None means all.
+
+    Raises:
+        ModelError: the plan's logits are not finite.
     """
     text = reference.text
+    last = text.num_sequences if num_sequences is None else min(num_sequences, text.num_sequences)
     sums: list[Tensor] = []
-    for rows in batches(text):
-        if num_sequences is not None and rows.start >= num_sequences:
+    for batch in batches(text):
+        rows = slice(batch.start, min(batch.stop, last))
+        if rows.start >= rows.stop:
             break
         ids, scored = text.input_ids[rows], text.scored[rows]
         plan_logits, reference_logits = run(ids), reference.logits(rows)
         sums.extend(_sequence_sums(reference_logits[i], plan_logits[i], ids[i], scored[i]) for i in range(ids.shape[0]))
+        if not all(bool(torch.isfinite(found).all()) for found in sums[rows.start :]):
+            raise ModelError(
+                f"the plan's logits are not finite in sequences {rows.start} to {rows.stop - 1} of {text.source!r}: "
+                "a number format overflows on this text; leave the one with the smallest range out of the schemes "
+                "(fp16 ends at 65504, bf16 does not)"
+            )
         stage.advance(rows.stop - rows.start)
     columns = torch.stack(sums).double().numpy()
     return TokenEffects(

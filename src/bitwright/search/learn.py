@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from bitwright.models import Site
+from bitwright.quantize.moment import InputMoment
 from bitwright.search.cache import Cache
 from bitwright.search.calibrate import calibrate
 from bitwright.search.progress import Progress
-from bitwright.search.score import Candidate, Scores, score
+from bitwright.search.score import Candidate, Scores, score, site_moments
 from bitwright.search.text import TextSet
 
 
@@ -24,8 +25,8 @@ class Learned:
 
     #: Site → candidate → predicted KL before probes; sites that no token reached are absent.
     scores: Scores
-    #: Matrix name → E[x²] of its inputs.
-    moments: dict[str, Tensor]
+    #: Site → second moment of its inputs.
+    moments: dict[str, InputMoment]
 
 
 def learn(
@@ -44,11 +45,10 @@ def learn(
     if missing:
         with progress.stage("calibrate", text.num_sequences) as stage:
             statistics = calibrate(model, sites, text, seed=seed, stage=stage)
-        moments = {name: found.inputs.second_moment_K for name, found in statistics.matrices.items()}
-        moments |= {name: x.square().mean(0) for name, x in statistics.heads.items()}
+        moments = site_moments(sites, statistics)
         found_now: dict[Candidate, dict[str, float]] = {c: {} for c in missing}
         with progress.stage("score", len(sites)) as stage:
-            for site, scores in score(model, sites, statistics, missing):
+            for site, scores in score(model, sites, statistics, moments, missing):
                 for candidate, kl in scores.items():
                     found_now[candidate][site.name] = kl
                 stage.advance()

@@ -14,48 +14,39 @@ from torch import Tensor, nn
 
 from bitwright.inference import SiteRule, emulate
 from bitwright.models import Site
-from bitwright.models.linear_calls import matrices_of
 from bitwright.quantize import ROUNDINGS, SCHEMES, QTensor
+from bitwright.quantize.moment import InputMoment
 from bitwright.search.cache import Cache
+from bitwright.search.compare import Reference, TokenEffects, compare, run_logits
 from bitwright.search.price import AS_LOADED, Assignment
 from bitwright.search.progress import Stage
 from bitwright.search.score import Candidate
-from bitwright.search.compare import Reference, TokenEffects, compare, run_logits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Quantizer:
     """Finds the codes of any choice, given what calibration learned of the inputs."""
 
-    #: Matrix name → E[x²], fp32 [K].
-    moments: Mapping[str, Tensor]
-    #: Site name → matrix name.
-    matrix_of: Mapping[str, str]
+    #: Site → second moment of its inputs.
+    moments: Mapping[str, InputMoment]
 
     def quantize(self, site_name: str, choice: Candidate, weight_NK: Tensor) -> QTensor:
         """Codes of one site's fp32 weight [N, K]."""
         weights = SCHEMES[choice.scheme].weights
         assert weights is not None, "a site that stays as loaded has no codes"
-        moment = self.moments.get(self.matrix_of[site_name])
-        return ROUNDINGS[choice.rounding].quantize(weight_NK, weights, moment)
+        return ROUNDINGS[choice.rounding].quantize(weight_NK, weights, self.moments.get(site_name))
 
     def rules(self, assignment: Assignment) -> dict[str, SiteRule]:
         """What `emulate` needs to run an assignment."""
         return {
-            name: SiteRule(
-                quantize_weight=lambda w, name=name, choice=choice: self.quantize(name, choice, w).dequantize(),
-                activations=SCHEMES[choice.scheme].activations,
-            )
-            for name, choice in assignment.items()
-            if choice.scheme != AS_LOADED.scheme
+            name: self._rule(name, choice) for name, choice in assignment.items() if choice.scheme != AS_LOADED.scheme
         }
 
-
-def quantizer_for(sites: Sequence[Site], moments: Mapping[str, Tensor]) -> Quantizer:
-    """A quantizer of all sites of a model."""
-    return Quantizer(
-        moments=moments, matrix_of={site.name: m.name for m in matrices_of(sites) for site in m.sites}
-    )
+    def _rule(self, site_name: str, choice: Candidate) -> SiteRule:
+        return SiteRule(
+            quantize_weight=lambda weight_NK: self.quantize(site_name, choice, weight_NK).dequantize(),
+            activations=SCHEMES[choice.scheme].activations,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -32,6 +32,8 @@ MAX_ROUNDS = 5
 FAR = 0.10
 #: A new solution aims this much below the limit.
 MARGIN = 0.04
+#: Largest factor by which a new solution may aim above the measured KL.
+MAX_STEP = 8.0
 #: Sites whose blame is measured in one round, and the sequences it is measured on.
 NUM_SUSPECTS = 6
 BLAME_SEQUENCES = 16
@@ -70,6 +72,7 @@ def mend(
     repairs: list[Repair] = []
     notes: list[str] = []
     tightened = False
+    kept: tuple[Solution, TokenEffects, list[Repair]] | None = None
     for round_number in range(MAX_ROUNDS):
         assignment = problem.assignment(solution)
         with progress.stage("measure on the repair text", num_sequences) as stage:
@@ -82,8 +85,11 @@ def mend(
         figures = quality_figures(effects, budget, seed)
         ratio = max((upper / limit for limit, _, upper in figures.values()), default=0.0)
         name = max(figures, key=lambda n: figures[n][2] / figures[n][0], default="")
+        if ratio <= 1:
+            kept = solution, effects, repairs
         last = round_number == MAX_ROUNDS - 1
-        if not figures or last or (ratio <= 1 and (ratio >= 1 - FAR or tightened or objective == "kl")):
+        near = ratio >= 1 - FAR or effects.mean_kl == 0
+        if not figures or last or (ratio <= 1 and (near or tightened or objective == "kl")):
             break
         if ratio <= 1 or ratio > 1 + FAR:
             again, _ = problem.solve(budget, objective, _aim(effects.mean_kl, ratio))
@@ -94,15 +100,18 @@ def mend(
                 f"on the repair text {name} reached {figures[name][2]:.4g} (upper end of 95 %) against a limit of "
                 f"{figures[name][0]:.4g}: solved again with the measurement"
             )
-            solution = again
+            solution, repairs = again, []
             continue
         raised, made = _raise_by_blame(problem, solution, meter, effects, ratio, budget, progress)
         if not made:
             break
-        repairs.extend(made)
+        repairs = [*repairs, *made]
         solution = raised
+    if ratio > 1 and kept is not None:
+        solution, effects, repairs = kept
+        notes.append("nothing smaller was found that keeps the limits on the repair text: an earlier plan stands")
     return Mended(
-        assignment=assignment,
+        assignment=problem.assignment(solution),
         problem=problem,
         effects=effects,
         repairs=tuple(repairs),
@@ -111,8 +120,11 @@ def mend(
 
 
 def _aim(mean_kl: float, ratio: float) -> float:
-    """The mean KL at which the worst figure should lie a margin below its limit; log perplexity moves with KL."""
-    return mean_kl * (1 - MARGIN) / ratio
+    """The mean KL at which the worst figure should lie a margin below its limit; log perplexity moves with KL.
+
+    One step goes no further than MAX_STEP times the measured KL: perplexity can even fall, and then says nothing.
+    """
+    return mean_kl * (1 - MARGIN) / max(ratio, 1 / MAX_STEP)
 
 
 def _recalibrate(problem: Problem, assignment: Assignment, measured: float) -> Problem:

@@ -2,8 +2,8 @@
 
     load → name the sites → calibrate and score → probe → solve → measure and mend → prove → plan
 
-Each stage is a file of its own; what they say of their work goes into the plan. Nothing is written here: the plan and its
-evidence are returned.
+Each stage is a file of its own; what they say of their work goes into the plan. Nothing is written here: the plan and
+its evidence are returned.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from bitwright.plan import (
     Budget,
     FrontierPoint,
     ModelInfo,
+    Objective,
     Plan,
     Prediction,
     Run,
@@ -47,10 +48,10 @@ from bitwright.plan import (
 from bitwright.quantize import ROUNDINGS, SCHEMES
 from bitwright.search.cache import Cache, default_folder, open_cache
 from bitwright.search.compare import Reference, run_reference
-from bitwright.search.correct import Correction, Probe, choose_role_probes, fit_roles
+from bitwright.search.correct import Probe, choose_role_probes, fit_roles
 from bitwright.search.explain import reason_for
 from bitwright.search.learn import Learned, learn
-from bitwright.search.measure import Meter, Quantizer, quantizer_for
+from bitwright.search.measure import Meter, Quantizer
 from bitwright.search.mend import Mended, mend
 from bitwright.search.price import AS_LOADED, END_ROLES, Assignment, Prices, predict_latency, price_model
 from bitwright.search.problem import Problem, build_problem
@@ -75,7 +76,7 @@ class Settings:
     """What a search was asked, checked and filled in."""
 
     budget: Budget
-    objective: str
+    objective: Objective
     objective_reason: str
     device: hardware_catalog.Device
     device_reason: str
@@ -103,8 +104,8 @@ class Subject:
 def default_schemes() -> tuple[str, ...]:
     """What is chosen from unless told otherwise.
 
-    Every scheme that leaves activations in 16 bits or more: no limit that can be given asks for faster matrix products, so
-    rounding activations further could only lose quality. fp32 is left out, since nothing stores weights in it.
+    Every scheme that leaves activations in 16 bits or more: no limit that can be given asks for faster matrix products,
+    so rounding activations further could only lose quality. fp32 is left out, since nothing stores weights in it.
     """
     return tuple(
         name
@@ -304,7 +305,7 @@ def _meter(subject: Subject, learned: Learned, clock: _Clock) -> Meter:
     return Meter(
         model=subject.loaded.model,
         sites=subject.sites,
-        quantizer=quantizer_for(subject.sites, learned.moments),
+        quantizer=Quantizer(moments=learned.moments),
         reference=_reference(subject, subject.splits.repair, clock),
         cache=subject.cache,
     )
@@ -376,8 +377,11 @@ def _probe(
 def _spread_over(points: Sequence[Solution], kls: Sequence[float]) -> list[Solution]:
     """The points whose predicted sums lie nearest to `kls`, each once."""
     usable = [point for point in points if point.kl > 0]
-    nearest = [min(usable, key=lambda p, kl=kl: abs(math.log(p.kl / kl))) for kl in kls if usable]
-    return list({id(point): point for point in nearest}.values())
+    if not usable:
+        return []
+    logs = [math.log(point.kl) for point in usable]
+    nearest = [min(range(len(usable)), key=[abs(log - math.log(kl)) for log in logs].__getitem__) for kl in kls]
+    return [usable[index] for index in dict.fromkeys(nearest)]
 
 
 def _quality_target(budget: Budget) -> float | None:
@@ -539,20 +543,22 @@ def _frontier_point(problem: Problem, assignment: Assignment, chosen: bool) -> F
 
 def _notes(subject: Subject, assignment: Assignment, unreachable: str | None) -> list[str]:
     notes = []
-    ragged = Counter()  # type: Counter[str]
+    ragged: Counter[str] = Counter()
     for site in subject.sites:
         weights = SCHEMES[assignment[site.name].scheme].weights
         if weights is not None and weights.scaling is not None:
             granularity, columns = weights.scaling.granularity, site.shape[1]
             if granularity.has_ragged_group(columns):
-                ragged[f"{granularity} does not divide {columns}: the last group has {columns % granularity.group_size}"] += 1
+                last = columns % granularity.group_size
+                ragged[f"{granularity} does not divide {columns}: the last group has {last}"] += 1
     notes += [
         f"{what} ({count} sites); some engines refuse shorter last groups: choose a group size that divides"
         for what, count in sorted(ragged.items())
     ]
     if unreachable is not None:
         notes.append(
-            f"no assignment of the allowed schemes is predicted to keep the {unreachable} limit; this plan is the nearest"
+            f"no assignment of the allowed schemes is predicted to keep the {unreachable} limit; this plan is the "
+            "nearest"
         )
     return notes
 

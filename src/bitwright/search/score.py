@@ -1,14 +1,15 @@
 """The KL that a choice will cost, without another forward pass.
 
-Near the reference, KL is half the Fisher quadratic form. An error E = Q(W) − W of one weight matrix shifts the output at
-token t by E x_t, and so the text's log-likelihood, to first order, by
+Near the reference, KL is half the Fisher quadratic form. An error E = Q(W) − W of one weight matrix shifts the output
+at token t by E x_t, and so the text's log-likelihood, to first order, by
 
     s_t = g_tᵀ E x_t        and        KL per token ≈ ½ E[(Σ_t s_t)²] / tokens
 
-E is one and the same at every token, so the s_t of neighbouring tokens are correlated: dropping the products between tokens
-(the per-token form ½ E[s_t²]) misjudged q by × 0.6 and v by × 0.3 … 2. Summing over whole sequences keeps all products, but
-leaves few independent samples. Windows of 32 tokens keep what matters and leave enough of them; they predicted measured
-single-site KLs best of all forms tried (docs/decisions/0002). Per window w the gradient of the weight is formed once,
+E is one and the same at every token, so the s_t of neighbouring tokens are correlated: dropping the products between
+tokens (the per-token form ½ E[s_t²]) misjudged q by × 0.6 and v by × 0.3 … 2. Summing over whole sequences keeps all
+products, but leaves few independent samples. Windows of 32 tokens keep what matters and leave enough of them; they
+predicted measured single-site KLs best of all forms tried (docs/decisions/0002). Per window w the gradient of the
+weight is formed once,
 
     D_w = Σ_{t in w} g_t x_tᵀ [N, K],        s_w = ⟨D_w, E⟩        KL ≈ ½ Σ_w s_w² / scored tokens
 
@@ -24,7 +25,7 @@ Legend: T tokens, N outputs, K inputs, C candidates, R sampled tokens, W windows
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from bitwright.models.linear_calls import matrices_of
 from bitwright.models.sites import Site, site_weight
 from bitwright.quantize import ROUNDINGS, SCHEMES, fake_quantize
+from bitwright.quantize.moment import InputMoment
 from bitwright.quantize.scheme import TensorScheme
 from bitwright.search.calibrate import EmbeddingStatistics, MatrixStatistics, Statistics
 
@@ -75,7 +77,11 @@ def candidates_of(schemes: Sequence[str]) -> tuple[Candidate, ...]:
 
 
 def score(
-    model: nn.Module, sites: Sequence[Site], statistics: Statistics, candidates: Sequence[Candidate]
+    model: nn.Module,
+    sites: Sequence[Site],
+    statistics: Statistics,
+    moments: Mapping[str, InputMoment],
+    candidates: Sequence[Candidate],
 ) -> Iterator[tuple[Site, dict[Candidate, float]]]:
     """Predicted KL of every candidate at every site that calibration reached, site by site.
 
@@ -83,25 +89,55 @@ def score(
     """
     for matrix in matrices_of(sites):
         for site in matrix.sites:
+            moment = moments.get(site.name)
+            if moment is None:
+                continue
+            weight_NK = site_weight(model, site)
             if site.role == "lm_head":
-                yield site, _score_head(model, site, statistics, matrix.name, candidates)
+                yield site, _score_head(weight_NK, statistics, matrix.name, moment, candidates)
             elif matrix.name in statistics.embeddings:
-                embedding = statistics.embeddings[matrix.name]
-                yield site, _score_embedding(site_weight(model, site), embedding, statistics.num_scored, candidates)
+                found = statistics.embeddings[matrix.name]
+                yield site, _score_embedding(weight_NK, found, moment, statistics.num_scored, candidates)
+            else:
+                linear = statistics.matrices[matrix.name]
+                yield site, _score_linear(weight_NK, site, linear, moment, statistics.num_scored, candidates)
+
+
+def site_moments(sites: Sequence[Site], statistics: Statistics) -> dict[str, InputMoment]:
+    """Site → what clip search weighs its errors with; sites that calibration did not reach have none.
+
+    Tokens count by the squared gradient at the site's own outputs; at the head all alike. A token reads its row of an
+    embedding as it is, so every column of an error there counts alike.
+    """
+    moments = {}
+    for matrix in matrices_of(sites):
+        for site in matrix.sites:
+            if matrix.name in statistics.heads:
+                moments[site.name] = InputMoment.of(statistics.heads[matrix.name])
+            elif matrix.name in statistics.embeddings:
+                moments[site.name] = InputMoment.of(torch.ones(1, site.shape[1]))
             elif matrix.name in statistics.matrices:
                 found = statistics.matrices[matrix.name]
-                yield site, _score_linear(site_weight(model, site), site, found, statistics.num_scored, candidates)
+                first, last = site.rows or (0, found.g_TN.shape[1])
+                squares_T = found.g_TN[:, first:last].float().square().sum(-1)
+                moments[site.name] = InputMoment.of(found.inputs.x_TK.float(), squares_T)
+    return moments
 
 
-def candidate_error(weight_NK: Tensor, candidate: Candidate, second_moment_K: Tensor | None) -> Tensor:
+def candidate_error(weight_NK: Tensor, candidate: Candidate, moment: InputMoment | None) -> Tensor:
     """E = Q(W) − W of one candidate, fp32 [N, K]."""
     scheme = SCHEMES[candidate.scheme].weights
     assert scheme is not None
-    return ROUNDINGS[candidate.rounding].quantize(weight_NK, scheme, second_moment_K).dequantize() - weight_NK
+    return ROUNDINGS[candidate.rounding].quantize(weight_NK, scheme, moment).dequantize() - weight_NK
 
 
 def _score_linear(
-    weight_NK: Tensor, site: Site, found: MatrixStatistics, num_scored: int, candidates: Sequence[Candidate]
+    weight_NK: Tensor,
+    site: Site,
+    found: MatrixStatistics,
+    moment: InputMoment,
+    num_scored: int,
+    candidates: Sequence[Candidate],
 ) -> dict[Candidate, float]:
     weight_NK = weight_NK.contiguous()
     first, last = site.rows or (0, found.g_TN.shape[1])
@@ -110,7 +146,7 @@ def _score_linear(
     per_batch = max(1, _ERROR_NUMBERS // weight_NK.numel())
     for start in range(0, len(candidates), per_batch):
         batch = candidates[start : start + per_batch]
-        errors = [candidate_error(weight_NK, c, found.inputs.second_moment_K) for c in batch]
+        errors = [candidate_error(weight_NK, c, moment) for c in batch]
         for candidate, kl in zip(batch, _window_kls(g_TN, found.inputs.x_TK, errors, num_scored), strict=True):
             scores[candidate] = kl
     shares = _activation_kls(weight_NK, g_TN, found, num_scored, candidates)
@@ -159,11 +195,13 @@ def _activation_kls(
 
 
 def _score_embedding(
-    weight_VH: Tensor, found: EmbeddingStatistics, num_scored: int, candidates: Sequence[Candidate]
+    weight_VH: Tensor,
+    found: EmbeddingStatistics,
+    moment: InputMoment,
+    num_scored: int,
+    candidates: Sequence[Candidate],
 ) -> dict[Candidate, float]:
-    # a token reads its row as it is: every column of an error counts alike
-    ones_H = weight_VH.new_ones(weight_VH.shape[1])
-    return {c: _embedding_kl(candidate_error(weight_VH, c, ones_H), found, num_scored) for c in candidates}
+    return {c: _embedding_kl(candidate_error(weight_VH, c, moment), found, num_scored) for c in candidates}
 
 
 def _embedding_kl(error_VH: Tensor, found: EmbeddingStatistics, num_scored: int) -> float:
@@ -172,18 +210,20 @@ def _embedding_kl(error_VH: Tensor, found: EmbeddingStatistics, num_scored: int)
 
 
 def _score_head(
-    model: nn.Module, site: Site, statistics: Statistics, matrix_name: str, candidates: Sequence[Candidate]
+    weight_VH: Tensor,
+    statistics: Statistics,
+    matrix_name: str,
+    moment: InputMoment,
+    candidates: Sequence[Candidate],
 ) -> dict[Candidate, float]:
     """KL at the head itself; where the embedding is the same weight, its share comes on top."""
-    weight_VH = site_weight(model, site)
     x_RH = statistics.heads[matrix_name]
     log_p = (x_RH @ weight_VH.T).log_softmax(-1)
     p = log_p.exp()
-    second_moment_H = x_RH.square().mean(0)
     embedding = statistics.embeddings.get(matrix_name)
     scores = {}
     for candidate in candidates:
-        error = candidate_error(weight_VH, candidate, second_moment_H)
+        error = candidate_error(weight_VH, candidate, moment)
         activations = SCHEMES[candidate.scheme].activations
         inputs = x_RH if activations is None else fake_quantize(x_RH, activations)
         log_q = (inputs @ (weight_VH + error).T).log_softmax(-1)

@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from bitwright.quantize.moment import InputMoment
 from bitwright.quantize.qtensor import QTensor
 from bitwright.quantize.scheme import TensorScheme
 
@@ -29,5 +30,5 @@ class Rounding(Protocol):
     def applies_to(self, scheme: TensorScheme) -> bool:
         """Whether this rounding can give other codes than round-to-nearest under `scheme`."""
 
-    def quantize(self, weight_NK: Tensor, scheme: TensorScheme, second_moment_K: Tensor | None) -> QTensor:
-        """Codes of fp32 [N, K], given E[x²] of the K inputs (None where no data is at hand)."""
+    def quantize(self, weight_NK: Tensor, scheme: TensorScheme, moment: InputMoment | None) -> QTensor:
+        """Codes of fp32 [N, K], given the second moment of its inputs (None where no data is at hand)."""

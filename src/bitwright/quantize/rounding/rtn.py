@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from bitwright.quantize.moment import InputMoment
 from bitwright.quantize.qtensor import QTensor
 from bitwright.quantize.quantize import quantize
 from bitwright.quantize.scheme import TensorScheme
@@ -24,8 +25,8 @@ class RoundToNearest:
         """Any scheme."""
         return True
 
-    def quantize(self, weight_NK: Tensor, scheme: TensorScheme, second_moment_K: Tensor | None) -> QTensor:
-        """Codes of fp32 [N, K]; the inputs' second moment is not looked at."""
+    def quantize(self, weight_NK: Tensor, scheme: TensorScheme, moment: InputMoment | None) -> QTensor:
+        """Codes of fp32 [N, K]; the inputs' moment is not looked at."""
         return quantize(weight_NK, scheme)
 
 

@@ -1,0 +1,358 @@
+"""Laws that every scheme of the catalog obeys, for weights and activations. A new scheme is tested here with no edit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bitwright import formats
+from bitwright.errors import SchemeError
+from bitwright.quantize import ROUNDINGS, SCHEMES, QTensor, TensorScheme, dequantize, fake_quantize, quantize
+from bitwright.quantize.moment import InputMoment
+
+
+def tensor_schemes() -> dict[str, TensorScheme]:
+    """Every distinct format and scaling that some scheme applies to weights or activations."""
+    found: dict[TensorScheme, str] = {}
+    for scheme in SCHEMES.values():
+        for side, tensor in (("weights", scheme.weights), ("activations", scheme.activations)):
+            if tensor is not None:
+                found.setdefault(tensor, f"{scheme.name}-{side}")
+    return {label: tensor for tensor, label in found.items()}
+
+
+TENSOR_SCHEMES = tensor_schemes()
+ALL = pytest.mark.parametrize("scheme", TENSOR_SCHEMES.values(), ids=TENSOR_SCHEMES.keys())
+SCALED = pytest.mark.parametrize(
+    "scheme",
+    [scheme for scheme in TENSOR_SCHEMES.values() if scheme.scaling is not None],
+    ids=[label for label, scheme in TENSOR_SCHEMES.items() if scheme.scaling is not None],
+)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def gaussian(rows: int, columns: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, columns, generator=generator(seed)) * 0.05
+
+
+def one_outlier() -> Tensor:
+    x = gaussian(4, 256)
+    x[1, 77] = 1000.0
+    return x
+
+
+INPUTS: dict[str, Callable[[], Tensor]] = {
+    "gaussian": lambda: gaussian(8, 256),
+    "ragged last group": lambda: gaussian(5, 200),
+    "narrower than a group": lambda: gaussian(3, 7),
+    "one row": lambda: gaussian(1, 128),
+    "one column": lambda: gaussian(6, 1),
+    "zeros": lambda: torch.zeros(3, 128),
+    "negative zeros": lambda: -torch.zeros(3, 128),
+    "one outlier": one_outlier,
+    "all positive": lambda: gaussian(4, 160).abs() + 0.5,
+    "all negative": lambda: -gaussian(4, 160).abs() - 0.5,
+    "constant": lambda: torch.full((3, 160), 0.3),
+    "huge": lambda: gaussian(4, 160) * 1e30,
+    "tiny": lambda: gaussian(4, 160) * 1e-7,
+    "smaller than any fp16": lambda: gaussian(4, 160) * 1e-20,
+    "fp32 subnormals": lambda: gaussian(4, 160) * 1e-40,
+    "wide range": lambda: torch.exp(gaussian(6, 160) * 300).clamp(1e-20, 1e20),
+    "non-contiguous": lambda: gaussian(160, 9).T,
+    "every second column": lambda: gaussian(4, 320)[:, ::2],
+    "no rows": lambda: torch.zeros(0, 128),
+    "no columns": lambda: torch.zeros(3, 0),
+    "empty": lambda: torch.zeros(0, 0),
+}
+ANY_INPUT = pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS.keys())
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal fp32 bit patterns; any NaN equals any NaN."""
+    if a.shape != b.shape:
+        return False
+    differs = a.contiguous().view(torch.int32) != b.contiguous().view(torch.int32)
+    return not bool((differs & ~(a.isnan() & b.isnan())).any())
+
+
+def spread_scales(q: QTensor) -> Tensor:
+    """The size of one code step at every element, fp32 [N, K]."""
+    assert q.scales_NG is not None and q.scheme.scaling is not None
+    columns = q.codes_NK.shape[1]
+    effective = q.scales_NG if q.tensor_scale is None else q.scales_NG * q.tensor_scale
+    width = q.scheme.scaling.granularity.group_columns(columns)
+    index = torch.arange(columns) // width
+    return effective[:, index] if effective.shape[1] > 1 else effective.expand(q.codes_NK.shape)
+
+
+@ALL
+@ANY_INPUT
+def test_fake_quantize_is_dequantize_of_quantize(scheme: TensorScheme, x: Callable[[], Tensor]) -> None:
+    values = x()
+    before = values.clone()
+    together = fake_quantize(values, scheme)
+    apart = dequantize(quantize(values, scheme))
+    assert same_bits(together, apart)
+    assert together.shape == values.shape and together.dtype == torch.float32
+    assert same_bits(values, before), "the input was written to"
+
+
+@SCALED
+@ANY_INPUT
+def test_finite_numbers_stay_finite(scheme: TensorScheme, x: Callable[[], Tensor]) -> None:
+    q = quantize(x(), scheme)
+    assert torch.isfinite(q.codes_NK).all()
+    assert torch.isfinite(q.dequantize()).all()
+
+
+@SCALED
+@ANY_INPUT
+def test_codes_and_scales_are_numbers_of_their_formats(scheme: TensorScheme, x: Callable[[], Tensor]) -> None:
+    q = quantize(x(), scheme)
+    scaling = scheme.scaling
+    assert scaling is not None and q.scales_NG is not None
+    codes = q.codes_NK.numpy()
+    assert np.array_equal(formats.round(scheme.format, codes), codes)
+    assert not (codes[codes == 0] != 0).any()
+    scales = q.scales_NG.numpy()
+    representable = scales == 0 if scaling.scale_format == "e8m0" else np.zeros(scales.shape, dtype=bool)
+    assert (representable | (formats.round(scaling.scale_format, scales) == scales)).all()
+    if scaling.scale_format == "e8m0":
+        assert (scales > 0).all(), "E8M0 has no zero"
+    if q.offsets_NG is not None:
+        stored_in = scheme.format if scaling.symmetry == "zero_point" else scaling.scale_format
+        offsets = q.offsets_NG.numpy()
+        assert np.array_equal(formats.round(stored_in, offsets), offsets)
+
+
+@SCALED
+@ANY_INPUT
+def test_shapes_are_those_of_the_granularity(scheme: TensorScheme, x: Callable[[], Tensor]) -> None:
+    values = x()
+    rows, columns = values.shape
+    q = quantize(values, scheme)
+    assert scheme.scaling is not None and q.scales_NG is not None
+    granularity = scheme.scaling.granularity
+    num_groups = 0 if columns == 0 else 1 if granularity.scope == "row" else math.ceil(columns / granularity.group_size)
+    assert q.scales_NG.shape == (rows, num_groups)
+    assert q.scales_NG.numel() == granularity.num_scales(rows, columns)
+    assert (q.offsets_NG is None) == (scheme.scaling.symmetry == "symmetric")
+    assert (q.tensor_scale is None) == (not scheme.scaling.tensor_scale)
+
+
+@SCALED
+def test_stored_numbers_alone_give_the_same_values_again(scheme: TensorScheme) -> None:
+    x = gaussian(6, 200, seed=3)
+    q = quantize(x, scheme)
+    assert q.scales_NG is not None
+    from bitwright.quantize.scaling import Scales
+
+    stored = Scales(
+        scale=q.scales_NG.unsqueeze(-1),
+        offset=None if q.offsets_NG is None else q.offsets_NG.unsqueeze(-1),
+        tensor_scale=q.tensor_scale,
+    )
+    assert same_bits(quantize(x, scheme, scales=stored).dequantize(), q.dequantize())
+    # and the values are on the grid of those scales: quantising them against it changes nothing
+    assert same_bits(quantize(q.dequantize(), scheme, scales=stored).dequantize() + 0.0, q.dequantize() + 0.0)
+
+
+@ALL
+def test_a_second_time_changes_nothing_where_the_scale_is_recovered(scheme: TensorScheme) -> None:
+    """Plain formats and power-of-two scales are idempotent: amax keeps its binade, or saturates to the top of it."""
+    if scheme.scaling is not None and scheme.scaling.rule != "ocp_floor":
+        pytest.skip("amax scales are rounded: the largest code may be below the format's largest")
+    once = fake_quantize(gaussian(8, 256), scheme)
+    assert same_bits(fake_quantize(once, scheme), once)
+
+
+@SCALED
+def test_zeros_give_zeros(scheme: TensorScheme) -> None:
+    assert torch.equal(fake_quantize(torch.zeros(3, 200), scheme), torch.zeros(3, 200))
+
+
+@SCALED
+def test_zero_survives_among_other_numbers_unless_a_minimum_shifts_the_grid(scheme: TensorScheme) -> None:
+    assert scheme.scaling is not None
+    x = gaussian(4, 256) + 0.02
+    x[:, ::5] = 0.0
+    kept = fake_quantize(x, scheme)[:, ::5]
+    if scheme.scaling.symmetry == "minimum":
+        assert (kept != 0).any()
+    else:
+        assert (kept == 0).all()
+
+
+@SCALED
+@pytest.mark.parametrize("shape", [(4, 256), (3, 200)])
+def test_errors_are_at_most_half_a_step_where_nothing_saturates(scheme: TensorScheme, shape: tuple[int, int]) -> None:
+    """Integers: half a step, plus what rounding the stored scale and minimum can push the ends outside."""
+    number = formats.get(scheme.format)
+    if isinstance(number, formats.FloatFormat):
+        pytest.skip("floating codes have no single step; block tests judge them")
+    assert scheme.scaling is not None
+    x = gaussian(*shape)
+    q = quantize(x, scheme)
+    step = spread_scales(q)
+    ends = max(abs(number.min), abs(number.max)) * 2.0**-11 if scheme.scaling.scale_format == "fp16" else 0.0
+    slack = {"symmetric": ends, "zero_point": 0.5 + ends, "minimum": 2 * ends + 0.05}[scheme.scaling.symmetry]
+    assert ((q.dequantize() - x).abs() <= step * (0.5 + slack + 1e-5)).all()
+
+
+@SCALED
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_non_finite_number_is_seen_and_spoils_its_own_group_only(scheme: TensorScheme, bad: float) -> None:
+    assert scheme.scaling is not None
+    x = gaussian(3, 256)
+    x[1, 5] = bad
+    values = fake_quantize(x, scheme)
+    assert not torch.isfinite(values[1, 5])
+    width = scheme.scaling.granularity.group_columns(256)
+    outside = torch.ones(3, 256, dtype=torch.bool)
+    outside[1, :width] = False
+    assert torch.isfinite(values[outside]).all()
+
+
+@SCALED
+def test_a_group_of_nan_stays_nan(scheme: TensorScheme) -> None:
+    assert scheme.scaling is not None
+    x = gaussian(2, 256)
+    width = scheme.scaling.granularity.group_columns(256)
+    x[0, :width] = math.nan
+    values = fake_quantize(x, scheme)
+    assert values[0, :width].isnan().all()
+    assert torch.isfinite(values[1]).all()
+
+
+@SCALED
+def test_scales_that_fp16_cannot_hold_become_zeros_without_nan(scheme: TensorScheme) -> None:
+    assert scheme.scaling is not None
+    x = gaussian(2, 128) * 1e-20
+    q = quantize(x, scheme)
+    if scheme.scaling.scale_format == "fp16":
+        assert q.scales_NG is not None and (q.scales_NG == 0).all()
+        assert torch.equal(q.dequantize().abs(), torch.zeros(2, 128))
+    else:
+        relative = (q.dequantize() - x).norm() / x.norm()
+        assert relative < 0.2
+
+
+@SCALED
+def test_one_outlier_costs_its_own_group_only(scheme: TensorScheme) -> None:
+    assert scheme.scaling is not None
+    if scheme.scaling.tensor_scale:
+        pytest.skip("the outlier raises the tensor's scale: every block scale loses resolution")
+    calm, spoiled = gaussian(4, 256), one_outlier()
+    width = scheme.scaling.granularity.group_columns(256)
+    group = 77 // width
+    untouched = torch.ones(4, 256, dtype=torch.bool)
+    untouched[1, group * width : (group + 1) * width] = False
+    assert torch.equal(fake_quantize(spoiled, scheme)[untouched], fake_quantize(calm, scheme)[untouched])
+    assert fake_quantize(spoiled, scheme)[1, 77] == pytest.approx(1000.0, rel=0.13)
+
+
+@ALL
+def test_leading_dimensions_are_rows(scheme: TensorScheme) -> None:
+    x = gaussian(6, 96).reshape(2, 3, 96)
+    assert same_bits(fake_quantize(x, scheme), fake_quantize(x.reshape(6, 96), scheme).reshape(2, 3, 96))
+    if scheme.scaling is None or not scheme.scaling.tensor_scale:
+        assert same_bits(fake_quantize(x[0, 0], scheme), fake_quantize(x, scheme)[0, 0])
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32])
+def test_only_fp32_is_quantised(scheme: TensorScheme, dtype: torch.dtype) -> None:
+    x = torch.ones(2, 32, dtype=dtype)
+    with pytest.raises(SchemeError, match=r"fp32.*\.float\(\)"):
+        quantize(x, scheme)
+    with pytest.raises(SchemeError, match=r"fp32.*\.float\(\)"):
+        fake_quantize(x, scheme)
+
+
+def test_quantize_takes_matrices_only() -> None:
+    with pytest.raises(SchemeError, match=r"shape \(2, 3, 32\)"):
+        quantize(torch.ones(2, 3, 32), TENSOR_SCHEMES["int4_g128-weights"])
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS.values(), ids=lambda rounding: rounding.name)
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("shape", [(5, 200), (1, 576), (0, 64)])
+def test_every_rounding_gives_storable_codes(rounding, scheme, shape) -> None:  # type: ignore[no-untyped-def]
+    weights = scheme.weights
+    if weights is None or not rounding.applies_to(weights):
+        pytest.skip("no such choice")
+    w = gaussian(*shape, seed=1)
+    moment = InputMoment.of(torch.randn(64, shape[1], generator=generator(2)))
+    q = rounding.quantize(w, weights, moment)
+    assert np.array_equal(formats.round(weights.format, q.codes_NK.numpy()), q.codes_NK.numpy())
+    if weights.scaling is None:
+        assert same_bits(q.dequantize(), fake_quantize(w, weights))
+        return
+    assert q.scales_NG is not None
+    assert np.array_equal(formats.round(weights.scaling.scale_format, q.scales_NG.numpy()), q.scales_NG.numpy())
+    assert q.codes_NK.shape == w.shape
+    rtn = quantize(w, weights).dequantize()
+    assert (q.dequantize() - w).norm() <= 2 * (rtn - w).norm()
+
+
+def code_bits(tensor: TensorScheme) -> int:
+    return int("".join(c for c in tensor.format if c.isdigit())[: 1 if tensor.format.startswith("fp4") else 2] or 0)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rows", "columns", "expected_bytes"),
+    [
+        ("fp32", 10, 576, 10 * 576 * 4),
+        ("bf16", 10, 576, 10 * 576 * 2),
+        ("fp16", 10, 576, 10 * 576 * 2),
+        ("int8_w", 10, 576, 10 * (576 + 4)),
+        ("int8", 10, 576, 10 * (576 + 4)),
+        ("fp8_w", 10, 576, 10 * (576 + 4)),
+        ("fp6_w", 10, 576, 10 * (576 * 6 // 8 + 4)),
+        ("int4_g128", 10, 576, 10 * (288 + 5 * 2)),  # 576 = 4 · 128 + 64: five fp16 scales
+        ("int4_g64", 10, 576, 10 * (288 + 9 * 2)),
+        ("int4_g32", 10, 576, 10 * (288 + 18 * 2)),
+        ("int4_g128_zp", 10, 576, 10 * 288 + 10 * 5 * 20 // 8),  # + a 4-bit zero point per group
+        ("int4_g32_min", 10, 576, 10 * 576 * 5 // 8),  # GGUF Q4_1: 20 bytes per 32 weights
+        ("int3_g64", 10, 576, 10 * (576 * 3 // 8 + 9 * 2)),
+        ("mxfp8", 10, 576, 10 * (576 + 18)),
+        ("mxfp4", 10, 576, 10 * 576 * 17 // 32),  # 4.25 bits
+        ("nvfp4", 10, 576, 10 * 576 * 9 // 16 + 4),  # 4.5 bits and the tensor's scale
+        ("mxfp4", 1, 33, 17 + 2),
+    ],
+)
+def test_stored_bytes_by_closed_form(scheme: str, rows: int, columns: int, expected_bytes: int) -> None:
+    weights = SCHEMES[scheme].weights
+    assert weights is not None
+    assert weights.stored_bytes(rows, columns) == expected_bytes
+
+
+@ALL
+@pytest.mark.parametrize("shape", [(3, 576), (1, 33), (7, 128)])
+def test_stored_bytes_count_what_a_qtensor_holds(scheme: TensorScheme, shape: tuple[int, int]) -> None:
+    q = quantize(gaussian(*shape), scheme)
+    bits = q.codes_NK.numel() * formats.get(scheme.format).bits
+    if scheme.scaling is not None:
+        assert q.scales_NG is not None
+        bits += q.scales_NG.numel() * formats.get(scheme.scaling.scale_format).bits
+        if q.offsets_NG is not None:
+            stored_in = scheme.format if scheme.scaling.symmetry == "zero_point" else scheme.scaling.scale_format
+            bits += q.offsets_NG.numel() * formats.get(stored_in).bits
+        bits += 32 if q.tensor_scale is not None else 0
+    assert scheme.stored_bytes(*shape) == math.ceil(bits / 8)
+
+
+def test_the_catalog_holds_the_promised_names() -> None:
+    promised = "fp32 fp16 bf16 int8_w int3_g64 fp8_w fp6_w fp8 int8 mxfp8 mxfp4 nvfp4 as_loaded".split()
+    promised += [f"int4_g{size}{kind}" for size in (128, 64, 32) for kind in ("", "_zp", "_min")]
+    assert set(promised) <= set(SCHEMES)
+    assert {"rtn", "clip"} <= set(ROUNDINGS)
+    assert all(scheme.source and scheme.description for scheme in SCHEMES.values())
