@@ -26,8 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from bitwright.quantize.moment import InputMoment
 from bitwright.errors import DataError
+from bitwright.quantize.moment import InputMoment
 from bitwright.search.score import Candidate
 
 #: Raise this when scores of the same inputs would come out different.
