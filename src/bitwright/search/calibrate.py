@@ -167,24 +167,41 @@ def calibrate(model: nn.Module, sites: Sequence[Site], text: TextSet, *, seed: i
             rows = slice(start, min(start + step, num_sequences))
             padding = text.padding[rows].reshape(-1)
             recorder.real_rows = ~padding if bool(padding.any()) else None
-            num_scored += _backward_from_samples(model, text.input_ids[rows], text.scored[rows], generator)
+            predictions = _predictions(model, text.input_ids[rows], text.scored[rows])
             recorder.last_input = None
-            _raise_if_not_finite(recorder, rows)
+            _raise_if_logits_not_finite(predictions, recorder, rows)
+            _backward_from_samples(predictions, generator)
+            num_scored += int(predictions.shape[0])
+            _raise_if_gradients_not_finite(recorder, rows)
             stage.advance(rows.stop - rows.start)
     return _assemble(recorder, num_scored)
 
 
-def _backward_from_samples(model: nn.Module, ids: Tensor, scored: Tensor, generator: torch.Generator) -> int:
-    """Backpropagate Σ log p(y_t) with y_t drawn from the model's own prediction; returns the number of predictions."""
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-    predictions = logits[scored[:, 1:]]
+def _predictions(model: nn.Module, ids: Tensor, scored: Tensor) -> Tensor:
+    """Logits [scored tokens, vocabulary] of every scored prediction."""
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    return logits[scored[:, 1:]]
+
+
+def _backward_from_samples(predictions: Tensor, generator: torch.Generator) -> None:
+    """Backpropagate Σ log p(y_t) with y_t drawn from the model's own prediction."""
     log_p = predictions.log_softmax(-1)
     drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
     log_p.gather(-1, drawn).sum().backward()
-    return int(predictions.shape[0])
 
 
-def _raise_if_not_finite(recorder: _Recorder, rows: slice) -> None:
+def _raise_if_logits_not_finite(predictions: Tensor, recorder: _Recorder, rows: slice) -> None:
+    if bool(torch.isfinite(predictions.detach()).all()):
+        return
+    inputs = {name: recorder.x[batches[-1]] for name, batches in recorder.inputs_of.items()}
+    first = next((name for name, x in inputs.items() if not bool(torch.isfinite(x).all())), "the output head")
+    raise ModelError(
+        f"the input of {first} is not finite in calibration sequences {rows.start} to {rows.stop - 1}; the model "
+        "overflows on this text: check the checkpoint, or calibrate on other text"
+    )
+
+
+def _raise_if_gradients_not_finite(recorder: _Recorder, rows: slice) -> None:
     for name, gradients in recorder.gradients.items():
         if gradients[-1].numel() and not bool(torch.isfinite(gradients[-1].sum(dtype=torch.float32))):
             raise ModelError(
