@@ -38,7 +38,7 @@ TORCH_DTYPES = {
 
 
 def fp32_inputs(number: Format) -> np.ndarray:
-    """Every fp32 exponent with random fractions, and around each value of the format: itself, ties, their neighbours."""
+    """Every fp32 exponent with random fractions, and at each value of the format: itself, ties, their neighbours."""
     rng = np.random.default_rng(0)
     spread = rng.integers(0, 1 << 32, 60_000, dtype=np.uint64).astype(np.uint32).view(np.float32)
     own = formats.table(number.name) if number.bits <= 16 else np.array([0.0, number.max, number.min])
@@ -81,8 +81,8 @@ def test_agrees_with_ml_dtypes_within_the_range(name: str) -> None:
     x = fp32_inputs(number)
     x = x[np.abs(x) <= number.max]
     if name == "e8m0":
-        # No zero and no sign: ml_dtypes answers NaN, saturating gives the smallest value. Between 2^-127 and 2^-126, which
-        # are subnormal in fp32, ml_dtypes 0.6 rounds everything up.
+        # No zero and no sign: ml_dtypes answers NaN, saturating gives the smallest value. Between 2^-127 and 2^-126,
+        # which are subnormal in fp32, ml_dtypes 0.6 rounds everything up.
         x = x[x >= 2.0**-126]
     with np.errstate(all="ignore"):
         expected = x.astype(ML_DTYPES[name]).astype(np.float32)

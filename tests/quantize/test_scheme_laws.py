@@ -1,4 +1,4 @@
-"""Laws that every scheme of the catalog obeys, for weights and activations. A new scheme is tested here with no edit."""
+"""Laws that every scheme of the catalog obeys, for weights and activations. A new one is tested here with no edit."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from bitwright import formats
 from bitwright.errors import SchemeError
-from bitwright.quantize import ROUNDINGS, SCHEMES, QTensor, TensorScheme, dequantize, fake_quantize, quantize
+from bitwright.quantize import ROUNDINGS, SCHEMES, QTensor, Rounding, TensorScheme, dequantize, fake_quantize, quantize
 from bitwright.quantize.moment import InputMoment
+from bitwright.quantize.scaling import Scales
 
 
 def tensor_schemes() -> dict[str, TensorScheme]:
@@ -28,11 +29,28 @@ def tensor_schemes() -> dict[str, TensorScheme]:
 
 TENSOR_SCHEMES = tensor_schemes()
 ALL = pytest.mark.parametrize("scheme", TENSOR_SCHEMES.values(), ids=TENSOR_SCHEMES.keys())
-SCALED = pytest.mark.parametrize(
-    "scheme",
-    [scheme for scheme in TENSOR_SCHEMES.values() if scheme.scaling is not None],
-    ids=[label for label, scheme in TENSOR_SCHEMES.items() if scheme.scaling is not None],
-)
+
+
+def which(holds: Callable[[TensorScheme], bool]) -> pytest.MarkDecorator:
+    """Parametrise over the schemes for which a law holds."""
+    chosen = {label: scheme for label, scheme in TENSOR_SCHEMES.items() if holds(scheme)}
+    return pytest.mark.parametrize("scheme", chosen.values(), ids=chosen.keys())
+
+
+SCALED = which(lambda scheme: scheme.scaling is not None)
+
+
+def recovers_its_scale(scheme: TensorScheme) -> bool:
+    """Whether the scale found from dequantised values is the one that made them.
+
+    Power-of-two scales: amax keeps its binade, or saturates to the top of it. Integers with fp16 scales: the extreme
+    element has the extreme code, and its product with an 11-bit scale is exact in fp32.
+    """
+    scaling = scheme.scaling
+    if scaling is None or scaling.rule == "ocp_floor":
+        return True
+    is_integer = isinstance(formats.get(scheme.format), formats.IntFormat)
+    return is_integer and scaling.symmetry == "symmetric" and scaling.scale_format == "fp16"
 
 
 def generator(seed: int) -> torch.Generator:
@@ -153,8 +171,6 @@ def test_stored_numbers_alone_give_the_same_values_again(scheme: TensorScheme) -
     x = gaussian(6, 200, seed=3)
     q = quantize(x, scheme)
     assert q.scales_NG is not None
-    from bitwright.quantize.scaling import Scales
-
     stored = Scales(
         scale=q.scales_NG.unsqueeze(-1),
         offset=None if q.offsets_NG is None else q.offsets_NG.unsqueeze(-1),
@@ -165,11 +181,8 @@ def test_stored_numbers_alone_give_the_same_values_again(scheme: TensorScheme) -
     assert same_bits(quantize(q.dequantize(), scheme, scales=stored).dequantize() + 0.0, q.dequantize() + 0.0)
 
 
-@ALL
+@which(recovers_its_scale)
 def test_a_second_time_changes_nothing_where_the_scale_is_recovered(scheme: TensorScheme) -> None:
-    """Plain formats and power-of-two scales are idempotent: amax keeps its binade, or saturates to the top of it."""
-    if scheme.scaling is not None and scheme.scaling.rule != "ocp_floor":
-        pytest.skip("amax scales are rounded: the largest code may be below the format's largest")
     once = fake_quantize(gaussian(8, 256), scheme)
     assert same_bits(fake_quantize(once, scheme), once)
 
@@ -191,13 +204,11 @@ def test_zero_survives_among_other_numbers_unless_a_minimum_shifts_the_grid(sche
         assert (kept == 0).all()
 
 
-@SCALED
+@which(lambda scheme: scheme.scaling is not None and isinstance(formats.get(scheme.format), formats.IntFormat))
 @pytest.mark.parametrize("shape", [(4, 256), (3, 200)])
 def test_errors_are_at_most_half_a_step_where_nothing_saturates(scheme: TensorScheme, shape: tuple[int, int]) -> None:
     """Integers: half a step, plus what rounding the stored scale and minimum can push the ends outside."""
     number = formats.get(scheme.format)
-    if isinstance(number, formats.FloatFormat):
-        pytest.skip("floating codes have no single step; block tests judge them")
     assert scheme.scaling is not None
     x = gaussian(*shape)
     q = quantize(x, scheme)
@@ -245,18 +256,17 @@ def test_scales_that_fp16_cannot_hold_become_zeros_without_nan(scheme: TensorSch
         assert relative < 0.2
 
 
-@SCALED
+@which(lambda scheme: scheme.scaling is not None and not scheme.scaling.tensor_scale)
 def test_one_outlier_costs_its_own_group_only(scheme: TensorScheme) -> None:
+    """Save where a scale of the whole tensor exists, which the outlier raises: every block scale loses resolution."""
     assert scheme.scaling is not None
-    if scheme.scaling.tensor_scale:
-        pytest.skip("the outlier raises the tensor's scale: every block scale loses resolution")
     calm, spoiled = gaussian(4, 256), one_outlier()
     width = scheme.scaling.granularity.group_columns(256)
     group = 77 // width
     untouched = torch.ones(4, 256, dtype=torch.bool)
     untouched[1, group * width : (group + 1) * width] = False
     assert torch.equal(fake_quantize(spoiled, scheme)[untouched], fake_quantize(calm, scheme)[untouched])
-    assert fake_quantize(spoiled, scheme)[1, 77] == pytest.approx(1000.0, rel=0.13)
+    assert fake_quantize(spoiled, scheme)[1, 77] == pytest.approx(1000.0, rel=0.25)  # floor scales clip up to 25 %
 
 
 @ALL
@@ -282,13 +292,17 @@ def test_quantize_takes_matrices_only() -> None:
         quantize(torch.ones(2, 3, 32), TENSOR_SCHEMES["int4_g128-weights"])
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS.values(), ids=lambda rounding: rounding.name)
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
+CHOICES = {
+    f"{scheme.name}-{rounding.name}": (rounding, scheme.weights)
+    for scheme in SCHEMES.values()
+    for rounding in ROUNDINGS.values()
+    if scheme.weights is not None and rounding.applies_to(scheme.weights)
+}
+
+
+@pytest.mark.parametrize(("rounding", "weights"), CHOICES.values(), ids=CHOICES.keys())
 @pytest.mark.parametrize("shape", [(5, 200), (1, 576), (0, 64)])
-def test_every_rounding_gives_storable_codes(rounding, scheme, shape) -> None:  # type: ignore[no-untyped-def]
-    weights = scheme.weights
-    if weights is None or not rounding.applies_to(weights):
-        pytest.skip("no such choice")
+def test_every_rounding_gives_storable_codes(rounding: Rounding, weights: TensorScheme, shape: tuple[int, int]) -> None:
     w = gaussian(*shape, seed=1)
     moment = InputMoment.of(torch.randn(64, shape[1], generator=generator(2)))
     q = rounding.quantize(w, weights, moment)
@@ -301,10 +315,6 @@ def test_every_rounding_gives_storable_codes(rounding, scheme, shape) -> None:  
     assert q.codes_NK.shape == w.shape
     rtn = quantize(w, weights).dequantize()
     assert (q.dequantize() - w).norm() <= 2 * (rtn - w).norm()
-
-
-def code_bits(tensor: TensorScheme) -> int:
-    return int("".join(c for c in tensor.format if c.isdigit())[: 1 if tensor.format.startswith("fp4") else 2] or 0)
 
 
 @pytest.mark.parametrize(

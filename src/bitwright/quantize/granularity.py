@@ -29,7 +29,9 @@ class Granularity:
 
     def __post_init__(self) -> None:
         if (self.scope == "group") != (self.group_size > 0):
-            raise ValueError(f"group_size is {self.group_size} for scope {self.scope!r}; it is positive for groups only")
+            raise ValueError(
+                f"group_size is {self.group_size} for scope {self.scope!r}; it is positive for groups only"
+            )
 
     def group_columns(self, columns: int) -> int:
         """Columns under one scale of a row of `columns` elements."""

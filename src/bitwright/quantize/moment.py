@@ -1,13 +1,13 @@
 """How much an error of a weight matters: the second moment of the inputs that it multiplies, near the diagonal.
 
-An error row e of one output turns tokens x_t into output errors eᵀx_t. Weighted by how strongly each token's output moves the
-loss, w_t = ‖g_t‖² / mean ‖g‖² (g_t: the gradient at the outputs), the expected damage is
+An error row e of one output turns tokens x_t into output errors eᵀx_t. Weighted by how strongly each token's output
+moves the loss, w_t = ‖g_t‖² / mean ‖g‖² (g_t: the gradient at the outputs), the expected damage is
 
     E[w (eᵀ x)²] = eᵀ H e,        H = E[w x xᵀ]  [K, K]
 
-Groups of a scheme are at most BLOCK columns wide, so their errors meet only blocks of H on its diagonal, and only those are
-kept: K · BLOCK numbers, not K². With w = 1 this is the plain second moment. Weighting by tokens took a quarter to a third
-off the predicted KL of 4-bit groups (docs/decisions/0003).
+Groups of a scheme are at most BLOCK columns wide, so their errors meet only blocks of H on its diagonal, and only those
+are kept: K · BLOCK numbers, not K². With w = 1 this is the plain second moment. Weighting by tokens took a quarter to a
+third off the predicted KL of 4-bit groups (docs/decisions/0003).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class InputMoment:
     def damage(self, error: Tensor) -> Tensor:
         """eᵀ H e of every group: errors fp32 [N, G, g] → [N, G, 1].
 
-        Groups that do not tile a block (a whole row) are weighted by the diagonal of H alone. The filling of a short last
-        group counts nothing.
+        Groups that do not tile a block (a whole row) are weighted by the diagonal of H alone. The filling of a short
+        last group counts nothing.
         """
         num_groups, width = error.shape[1:]
         if BLOCK % width == 0:

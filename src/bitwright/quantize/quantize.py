@@ -24,7 +24,9 @@ from bitwright.quantize.scaling import Scales, find_scales
 from bitwright.quantize.scheme import TensorScheme
 
 
-def quantize(x_NK: Tensor, scheme: TensorScheme, *, shrink: float | Tensor = 1.0, scales: Scales | None = None) -> QTensor:
+def quantize(
+    x_NK: Tensor, scheme: TensorScheme, *, shrink: float | Tensor = 1.0, scales: Scales | None = None
+) -> QTensor:
     """Quantise a matrix.
 
     Args:
@@ -39,11 +41,11 @@ def quantize(x_NK: Tensor, scheme: TensorScheme, *, shrink: float | Tensor = 1.0
     Raises:
         SchemeError: `x_NK` is not an fp32 matrix.
     """
-    if x_NK.dim() != 2 or x_NK.dtype != torch.float32:
+    if x_NK.dim() != 2:
         raise SchemeError(
-            f"quantize takes an fp32 matrix [rows, columns], got {x_NK.dtype} of shape {tuple(x_NK.shape)}; "
-            "convert it with .float() and view leading dimensions as rows"
+            f"quantize takes a matrix [rows, columns], got shape {tuple(x_NK.shape)}; view leading dimensions as rows"
         )
+    _raise_if_not_fp32(x_NK)
     number = formats.get(scheme.format)
     if scheme.scaling is None:
         return QTensor(scheme=scheme, codes_NK=round_to_format(x_NK, number, overflow="ieee"))
@@ -66,9 +68,16 @@ def dequantize(q: QTensor) -> Tensor:
 
 
 def fake_quantize(x: Tensor, scheme: TensorScheme) -> Tensor:
-    """Values after quantising and dequantising; leading dimensions are rows. fp32 in, fp32 of the same shape out."""
+    """Values after quantising and dequantising; leading dimensions are rows. fp32 in, fp32 of the same shape out.
+
+    Raises:
+        SchemeError: `x` is not fp32.
+    """
+    _raise_if_not_fp32(x)
     if scheme.scaling is None:
         return round_to_format(x, formats.get(scheme.format), overflow="ieee")
+    if x.numel() == 0:
+        return x.clone()  # an expert that no token chose
     rows_NK = x.reshape(-1, x.shape[-1])
     grouped = to_groups(rows_NK, scheme.scaling.granularity)
     scales = find_scales(grouped, scheme.format, scheme.scaling)
@@ -76,10 +85,15 @@ def fake_quantize(x: Tensor, scheme: TensorScheme) -> Tensor:
     return from_groups(values, *rows_NK.shape).reshape(x.shape)
 
 
+def _raise_if_not_fp32(x: Tensor) -> None:
+    if x.dtype != torch.float32:
+        raise SchemeError(f"only fp32 tensors are quantised, got {x.dtype}; convert it with .float()")
+
+
 def to_groups(x_NK: Tensor, granularity: Granularity) -> Tensor:
     """View a matrix as groups [N, G, g] ([1, 1, N·K] per tensor).
 
-    A short last group is filled up by repeating the row's last element, which changes neither minimum, maximum nor amax.
+    A short last group is filled up by repeating the row's last element: minimum, maximum and amax stay what they are.
     """
     rows, columns = x_NK.shape
     if granularity.scope == "tensor":
@@ -88,14 +102,14 @@ def to_groups(x_NK: Tensor, granularity: Granularity) -> Tensor:
     missing = granularity.num_groups(columns) * width - columns
     if missing:
         x_NK = torch.cat([x_NK, x_NK[:, -1:].expand(rows, missing)], dim=1)
-    return x_NK.reshape(rows, -1, width) if columns else x_NK.reshape(rows, 0, 1)
+    return x_NK.reshape(rows, granularity.num_groups(columns), max(width, 1))
 
 
 def from_groups(grouped: Tensor, rows: int, columns: int) -> Tensor:
     """Undo `to_groups`: [N, G, g] → [N, K]."""
     if grouped.numel() == rows * columns:
         return grouped.reshape(rows, columns)
-    return grouped.reshape(rows, -1)[:, :columns].contiguous()
+    return grouped.flatten(1)[:, :columns].contiguous()
 
 
 def to_codes(grouped: Tensor, scales: Scales, scheme: TensorScheme) -> Tensor:

@@ -4,9 +4,9 @@ A number x with exponent e lies on a grid of step 2^(e − fraction_bits), and n
 2^(emin − fraction_bits). Masking the exponent field of x gives 2^e without a logarithm; dividing by the step is exact,
 `round` is half-to-even, multiplying back is exact, and a carry into the next binade lands on its first number.
 
-Values: fp32 in, fp32 out, bit for bit those of the reference (`formats.round`). Overflow, also of ±Inf, saturates to ±max
-or, with "ieee", becomes ±Inf, else NaN, where the format has them. NaN stays NaN, also for formats that have none: whoever
-stores codes must refuse it, but whoever looks at values shall see it. −0 keeps its sign where the format has a −0.
+Values: fp32 in, fp32 out, bit for bit those of the reference (`formats.round`). Overflow, also of ±Inf, saturates to
+±max or, with "ieee", becomes ±Inf, else NaN, where the format has them. NaN stays NaN, also for formats that have none:
+whoever stores codes must refuse it, but whoever looks at values shall see it. −0 stays where the format has it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def round_to_format(x: Tensor, number: Format, overflow: Literal["saturate", "ie
 
 
 def _with_specials(x: Tensor, rounded: Tensor, number: FloatFormat) -> Tensor:
-    """Put ±Inf, else NaN, where `x` rounds beyond the largest number (and where an unsigned format would need a sign)."""
+    """Put ±Inf, else NaN, where `x` rounds beyond the largest number, or would need a sign that the format lacks."""
     if not (number.has_inf or number.has_nan):
         return rounded
     last_step = 2.0 ** (number.emax - number.fraction_bits)

@@ -4,13 +4,13 @@ For every group a fixed list of scales is tried, and the one whose error does th
 
     min over scales of  eᵀ H e,      e = Q(w) − w,      H = E[w x xᵀ] on the group's columns (`moment.py`)
 
-The list is the plain scale of round-to-nearest, first, so that no group is ever worse for it; then, for each ratio of a grid,
-the range shrunk by it. Symmetric integers are tried with full-range scales: those reach one code further on the side of the
-group's extreme value, at the price of a scale that can be negative (value = code · scale all the same).
+The list is the plain scale of round-to-nearest, first, so that no group is ever worse for it; then, for each ratio of a
+grid, the range shrunk by it. Symmetric integers are tried with full-range scales: those reach one code further on the
+side of the group's extreme value, at the price of a scale that can be negative (value = code · scale all the same).
 
-Rejected: the diagonal of H alone (13 % more predicted KL with int4 in groups of 128), positive scales only (14 % more), an
-unweighted error (blind to the columns that matter), one ratio per tensor (what a group gains is its own). Only coarse uniform
-steps gain from clipping: floating codes resolve small values anyway.
+Rejected: the diagonal of H alone (13 % more predicted KL with int4 in groups of 128), positive scales only (14 % more),
+an unweighted error (blind to the columns that matter), one ratio per tensor (what a group gains is its own). Only
+coarse uniform steps gain from clipping: floating codes resolve small values anyway.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ClipSearch:
         step = max(1, _CHUNK_WEIGHTS // max(1, weight_NK.shape[1]))
         parts = [
             best_scales(weight_NK[start : start + step], scheme, moment)
-            for start in range(0, weight_NK.shape[0], step)
+            for start in range(0, max(1, weight_NK.shape[0]), step)
         ]
         offsets = [part.offset for part in parts if part.offset is not None]
         found = Scales(
@@ -84,7 +84,9 @@ def best_scales(weight_NK: Tensor, scheme: TensorScheme, moment: InputMoment) ->
         least = torch.where(better, damage, least)
         best = Scales(
             scale=torch.where(better, scales.scale, best.scale),
-            offset=None if best.offset is None else torch.where(better, scales.offset, best.offset),
+            offset=None
+            if best.offset is None or scales.offset is None
+            else torch.where(better, scales.offset, best.offset),
             tensor_scale=None,
         )
     return best

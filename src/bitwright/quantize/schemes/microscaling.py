@@ -1,4 +1,4 @@
-"""Block formats of the tensor cores: OCP MX (blocks of 32, power-of-two scales) and NVFP4 (blocks of 16, E4M3 scales)."""
+"""Block formats of the tensor cores: OCP MX (32 numbers, power-of-two scales) and NVFP4 (16 numbers, E4M3 scales)."""
 
 from bitwright.quantize.granularity import group
 from bitwright.quantize.scheme import Scaling, Scheme, TensorScheme
