@@ -187,7 +187,8 @@ def _backward_from_samples(predictions: Tensor, generator: torch.Generator) -> N
     """Backpropagate Σ log p(y_t) with y_t drawn from the model's own prediction."""
     log_p = predictions.log_softmax(-1)
     drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
-    log_p.gather(-1, drawn).sum().backward()
+    if log_p.requires_grad:  # not where the head alone is asked about
+        log_p.gather(-1, drawn).sum().backward()
 
 
 def _raise_if_logits_not_finite(predictions: Tensor, recorder: _Recorder, rows: slice) -> None:
