@@ -1,0 +1,107 @@
+"""Corrections: what probes say is taken on, monotone, invertible, and no further than one probe can be trusted."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bitwright.models.sites import Site
+from bitwright.search.correct import PROBE_KL, Correction, Probe, choose_role_probes, fit_roles
+from bitwright.search.score import Candidate
+
+positive = st.floats(-6, 2).map(lambda exponent: 10.0**exponent)
+totals = st.lists(st.tuples(positive, positive), max_size=6)
+
+
+def site(name: str, role: str) -> Site:
+    return Site(
+        name=name,
+        kind="weight",
+        role=role,
+        module=name,
+        parameter=f"{name}.weight",
+        rows=None,
+        expert=None,
+        transposed=False,
+        tied_group=None,
+        shape=(8, 8),
+        uses=(name,),
+    )
+
+
+def probe(role: str, predicted: float, measured: float) -> Probe:
+    return Probe(role=role, what=role, scheme="int4_g32", predicted=predicted, measured=measured)
+
+
+def with_totals(points: list[tuple[float, float]]) -> Correction:
+    correction = Correction(role_factors={})
+    for site_sum, measured in points:
+        correction = correction.with_total(site_sum, measured)
+    return correction
+
+
+@given(totals, positive)
+def test_the_latest_total_is_met_exactly(points: list[tuple[float, float]], at: float) -> None:
+    correction = with_totals(points).with_total(at, 3 * at)
+    assert correction.total(at) == pytest.approx(3 * at, rel=1e-9)
+
+
+@given(totals, positive, positive)
+def test_totals_rise_and_have_an_inverse(points: list[tuple[float, float]], a: float, b: float) -> None:
+    correction = with_totals(points)
+    low, high = sorted((a, b))
+    assert correction.total(low) <= correction.total(high) * (1 + 1e-9)
+    assert correction.site_sum(correction.total(a)) == pytest.approx(a, rel=1e-6)
+    for (s0, m0), (s1, m1) in zip(correction.totals, correction.totals[1:], strict=False):
+        assert s0 < s1 and m0 < m1
+
+
+def test_without_totals_sites_add_up() -> None:
+    correction = Correction(role_factors={"attn.q": 0.5})
+    assert correction.total(0.3) == correction.site_sum(0.3) == 0.3
+    assert correction.total(0.0) == 0.0
+    assert correction.site("attn.q", 0.2) == 0.1
+    assert correction.site("attn.k", 0.2) == 0.2
+
+
+def test_between_two_totals_logarithms_are_linear_and_beyond_them_it_goes_on_in_proportion() -> None:
+    correction = with_totals([(0.01, 0.02), (1.0, 0.5)])
+    assert correction.total(0.1) == pytest.approx(math.sqrt(0.02 * 0.5))
+    assert correction.total(0.005) == pytest.approx(0.01)
+    assert correction.total(2.0) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("site_sum", "measured"), [(0.0, 0.1), (0.1, 0.0), (-1.0, 0.1), (0.1, math.nan)])
+def test_a_total_that_is_no_positive_number_says_nothing(site_sum: float, measured: float) -> None:
+    correction = with_totals([(0.01, 0.02)])
+    assert correction.with_total(site_sum, measured) == correction
+
+
+def test_factors_lie_between_the_probe_and_the_common_mean() -> None:
+    """ln factors −ln 2 and +ln 2 have the mean 0; trust is 0.25 / (0.25 + 0.0225) = 0.917."""
+    factors = fit_roles([probe("attn.q", 0.02, 0.01), probe("attn.v", 0.02, 0.04)]).role_factors
+    assert factors["attn.q"] == pytest.approx(2 ** (-0.9174), rel=1e-3)
+    assert factors["attn.v"] == pytest.approx(2**0.9174, rel=1e-3)
+    assert fit_roles([probe("attn.q", 0.02, 0.03)]).role_factors["attn.q"] == pytest.approx(1.5)
+
+
+def test_probes_without_a_signal_are_left_out() -> None:
+    factors = fit_roles([probe("a", 0.0, 0.01), probe("b", 0.01, 0.0), probe("c", 0.01, 0.02)]).role_factors
+    assert factors == {"c": pytest.approx(2.0)}
+    assert fit_roles([]).role_factors == {}
+
+
+def test_each_role_is_probed_with_the_choice_nearest_to_the_aim() -> None:
+    sites = [site("a0", "attn.q"), site("a1", "attn.q"), site("b", "mlp.up"), site("c", "router"), site("d", "lm_head")]
+    fine, coarse, broken = (Candidate(scheme=s) for s in ("int8_w", "int4_g32", "fp16"))
+    scores = {
+        "a0": {fine: 0.001, coarse: PROBE_KL / 2, broken: math.nan},
+        "a1": {fine: 0.001, coarse: PROBE_KL / 2, broken: math.inf},
+        "b": {fine: PROBE_KL * 1.2, coarse: PROBE_KL * 50, broken: math.nan},
+        "c": {fine: 0.0, coarse: 0.0, broken: math.nan},
+    }
+    probes = choose_role_probes(sites, scores, (fine, coarse, broken))
+    assert probes == {"attn.q": {"a0": coarse, "a1": coarse}, "mlp.up": {"b": fine}}
