@@ -126,7 +126,11 @@ def make_plan(*, num_layers: int = 30, seed: int = 0, missed: bool = False, **ch
         objective_reason="size and quality are both limited: the best quality that fits",
         seed=0,
         options=plans.SearchOptions(
-            schemes=tuple(SCHEMES), include_head=False, sequence_length=128, calibration_tokens=4096, evaluation_tokens=8192
+            schemes=tuple(SCHEMES),
+            include_head=False,
+            sequence_length=128,
+            calibration_tokens=4096,
+            evaluation_tokens=8192,
         ),
         calibration=plans.TextInfo(source="docs", tokens=4064, sequences=32, hash=HASH),
         repair=plans.TextInfo(source="docs", tokens=8128, sequences=64, hash=HASH[::-1]),

