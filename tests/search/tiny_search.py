@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import pydoc_data.topics
+import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bitwright.models import Site, find_sites
+from bitwright.models.loaded import LoadedModel
+from bitwright.quantize import SCHEMES as SCHEME_RECORDS
+from bitwright.search.correct import Correction
+from bitwright.search.price import price_model
+from bitwright.search.problem import Problem, build_problem
+from bitwright.search.score import Candidate, Scores, candidates_of
 from bitwright.search.text import TextSet
 
 #: A device by name, so that no test depends on the machine.
@@ -70,3 +79,31 @@ def search_options(text: Path, **changes: Any) -> dict[str, Any]:
         "cache": None,
     }
     return defaults | changes
+
+
+def made_up_scores(sites: Sequence[Site], candidates: Sequence[Candidate], seed: int = 0) -> Scores:
+    """Scores that fall by about a factor of 4 for every stored bit more, different from site to site."""
+    draw = random.Random(seed)
+    scores: Scores = {}
+    for site in sites:
+        pain = 10 ** draw.uniform(-4, -2)
+        scores[site.name] = {}
+        for candidate in candidates:
+            weights = SCHEME_RECORDS[candidate.scheme].weights
+            assert weights is not None
+            bits = 8 * weights.stored_bytes(*site.shape) / site.num_weights
+            scores[site.name][candidate] = pain * 4.0 ** (4 - bits) * (0.9 if candidate.rounding == "clip" else 1.0)
+    return scores
+
+
+def problem_of(loaded: LoadedModel, *, include_head: bool = False, seed: int = 0) -> Problem:
+    """A choosing problem over a whole model with made-up scores and no correction."""
+    sites = find_sites(loaded.model)
+    candidates = candidates_of(SCHEMES)
+    return build_problem(
+        price_model(loaded, sites),
+        made_up_scores(sites, candidates, seed),
+        candidates,
+        Correction(role_factors={}),
+        include_head=include_head,
+    )
