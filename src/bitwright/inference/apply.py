@@ -1,9 +1,11 @@
 """A plan on its model: which codes each site runs with.
 
-A choice whose codes depended on data carries its stored scales (and offsets) in the plan's tensors, so that what runs is
-what was measured: nothing is calibrated again. All other codes follow from the weights alone.
+A choice whose codes depended on data carries its stored scales (and offsets) in the plan's tensors, so that what runs
+is what was measured: nothing is calibrated again. All other codes follow from the weights alone.
 
-    scales    fp16 or fp32 [N, G]       offsets   uint8 zero points or minima [N, G]
+    scales          fp16 or fp32 [N, G]
+    offsets         uint8 zero points, or minima like the scales, [N, G]; where the scheme is not symmetric
+    tensor_scale    fp32 []; where the scheme has one
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from torch import Tensor, nn
 from bitwright.errors import PlanError
 from bitwright.inference.emulate import SiteRule, emulate
 from bitwright.models.sites import Site
-from bitwright.plan import Plan
-from bitwright.quantize import ROUNDINGS, SCHEMES, QTensor, quantize
+from bitwright.plan import Plan, SiteChoice
+from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS, QTensor, quantize
 from bitwright.quantize.scaling import Scales
 from bitwright.quantize.scheme import TensorScheme
 
@@ -29,15 +31,20 @@ def emulate_plan(plan: Plan, model: nn.Module, sites: Sequence[Site]) -> Iterato
     """Run `model` as the plan says, for the time of the block.
 
     Raises:
-        PlanError: the plan names sites that the model does not have, or lacks the tensors of one.
+        PlanError: the plan names sites that the model lacks or has in another shape, or lacks the tensors of one.
     """
     with emulate(model, sites, site_rules(plan, sites)):
         yield model
 
 
 def site_rules(plan: Plan, sites: Sequence[Site]) -> dict[str, SiteRule]:
-    """Site name → rule, for every site that does not stay as it was loaded."""
-    known = {site.name for site in sites}
+    """Site name → rule, for every site that does not stay as it was loaded.
+
+    Raises:
+        PlanError: the plan names sites that the model lacks or has in another shape, or lacks the tensors of one.
+        UnknownName: the plan chooses a scheme, rounding or transform that this version does not have.
+    """
+    known = {site.name: site for site in sites}
     missing = [choice.name for choice in plan.sites if choice.name not in known]
     if missing:
         raise PlanError(
@@ -46,15 +53,16 @@ def site_rules(plan: Plan, sites: Sequence[Site]) -> dict[str, SiteRule]:
         )
     rules = {}
     for choice in plan.sites:
+        if choice.shape != known[choice.name].shape:
+            raise PlanError(
+                f"the plan has '{choice.name}' as {list(choice.shape)}, but this model's is "
+                f"{list(known[choice.name].shape)}; load the model that the plan is for: {plan.model.name}"
+            )
+        TRANSFORMS[choice.transform]  # the only one there is changes nothing, but an unknown one must not be skipped
         scheme = SCHEMES[choice.scheme]
         if scheme.weights is None:
             continue
-        stored = _stored_scales(plan.tensors, choice.name)
-        if stored is None and ROUNDINGS[choice.rounding].needs_data:
-            raise PlanError(
-                f"the plan's tensors hold no scales for '{choice.name}', whose rounding '{choice.rounding}' needs them; "
-                "the folder's tensors.safetensors is from another plan: make the plan again"
-            )
+        stored = _stored_scales(plan.tensors, choice, scheme.weights)
         rules[choice.name] = SiteRule(
             quantize_weight=_quantizer(scheme.weights, stored), activations=scheme.activations
         )
@@ -64,12 +72,15 @@ def site_rules(plan: Plan, sites: Sequence[Site]) -> dict[str, SiteRule]:
 def tensors_of(site_name: str, q: QTensor) -> dict[str, np.ndarray]:
     """What a plan keeps of codes that were found with data."""
     assert q.scales_NG is not None and q.scheme.scaling is not None
-    kept = {f"{site_name}/scales": _as_stored(q.scales_NG, q.scheme.scaling.scale_format)}
+    scaling = q.scheme.scaling
+    kept = {f"{site_name}/scales": _as_stored(q.scales_NG, scaling.scale_format)}
     if q.offsets_NG is not None:
-        if q.scheme.scaling.symmetry == "zero_point":
-            kept[f"{site_name}/offsets"] = q.offsets_NG.numpy().astype(np.uint8)
-        else:
-            kept[f"{site_name}/offsets"] = _as_stored(q.offsets_NG, q.scheme.scaling.scale_format)
+        zero_points = scaling.symmetry == "zero_point"
+        kept[f"{site_name}/offsets"] = (
+            q.offsets_NG.numpy().astype(np.uint8) if zero_points else _as_stored(q.offsets_NG, scaling.scale_format)
+        )
+    if q.tensor_scale is not None:
+        kept[f"{site_name}/tensor_scale"] = q.tensor_scale.numpy()
     return kept
 
 
@@ -77,15 +88,28 @@ def _as_stored(values: Tensor, scale_format: str) -> np.ndarray:
     return values.numpy().astype(np.float16 if scale_format == "fp16" else np.float32)
 
 
-def _stored_scales(tensors: Mapping[str, np.ndarray], site_name: str) -> Scales | None:
-    scales = tensors.get(f"{site_name}/scales")
-    if scales is None:
+def _stored_scales(tensors: Mapping[str, np.ndarray], choice: SiteChoice, scheme: TensorScheme) -> Scales | None:
+    """The scales that a plan holds for a choice; None where codes follow from the weights alone."""
+    if scheme.scaling is None or not ROUNDINGS[choice.rounding].needs_data:
         return None
-    offsets = tensors.get(f"{site_name}/offsets")
+    rows, columns = choice.shape
+    granularity = scheme.scaling.granularity
+    per_group = (1, 1) if granularity.scope == "tensor" else (rows, granularity.num_groups(columns))
+
+    def read(part: str, shape: tuple[int, ...]) -> Tensor:
+        found = tensors.get(f"{choice.name}/{part}")
+        if found is None or found.shape != shape:
+            what = f"no {part}" if found is None else f"{part} of shape {list(found.shape)} instead of {list(shape)}"
+            raise PlanError(
+                f"the plan's tensors hold {what} for '{choice.name}', whose rounding '{choice.rounding}' needs them; "
+                "the folder's tensors.safetensors is from another plan: make the plan again"
+            )
+        return torch.from_numpy(found.astype(np.float32))
+
     return Scales(
-        scale=torch.from_numpy(scales.astype(np.float32)).unsqueeze(-1),
-        offset=None if offsets is None else torch.from_numpy(offsets.astype(np.float32)).unsqueeze(-1),
-        tensor_scale=None,
+        scale=read("scales", per_group).unsqueeze(-1),
+        offset=None if scheme.scaling.symmetry == "symmetric" else read("offsets", per_group).unsqueeze(-1),
+        tensor_scale=read("tensor_scale", ()) if scheme.scaling.tensor_scale else None,
     )
 
 

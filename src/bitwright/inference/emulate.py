@@ -1,8 +1,8 @@
 """The exact numerics of a choice, on any device: weights hold the values that codes stand for, inputs are rounded too.
 
-For the time of a `with` block every chosen site's weight is replaced by its dequantised values in fp32, and the inputs of
-sites whose scheme rounds activations pass through `fake_quantize` first. Products accumulate in fp32. Afterwards the model
-is what it was, bit for bit, also when the block raises.
+For the time of a `with` block every chosen site's weight is replaced by its dequantised values in fp32, and the inputs
+of sites whose scheme rounds activations pass through `fake_quantize` first. Products accumulate in fp32. Afterwards the
+model is what it was, bit for bit, also when the block raises.
 
     with emulate(model, sites, {site.name: SiteRule(quantize_weight=…)}):
         logits = model(input_ids).logits
