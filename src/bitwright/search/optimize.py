@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from bitwright import hardware as hardware_catalog
-from bitwright.errors import SchemeError
+from bitwright.errors import DataError, SchemeError
 from bitwright.inference import tensors_of
 from bitwright.models import Site, find_sites, site_weight
 from bitwright.models.load import load
@@ -256,6 +256,7 @@ def _open(
     with clock.stage("load", 1) as stage:
         loaded = model if isinstance(model, LoadedModel) else load(model, allow_pickle=allow_pickle, seed=settings.seed)
         stage.advance()
+    _raise_if_too_long(loaded, settings.sequence_length)
     sites = find_sites(loaded.model)
     prices = price_model(loaded, sites)
     raise_if_no_scheme_fits(settings.budget, _bits_by_scheme(prices, settings.schemes))
@@ -286,6 +287,15 @@ def _open(
             include_head=settings.include_head,
         ),
     )
+
+
+def _raise_if_too_long(loaded: LoadedModel, sequence_length: int) -> None:
+    positions = getattr(getattr(loaded.model, "config", None), "max_position_embeddings", None)
+    if positions is not None and sequence_length > positions:
+        raise DataError(
+            f"sequences of {sequence_length} tokens are longer than the {positions} positions of {loaded.name!r}; "
+            f"lower --sequence-length to at most {positions}"
+        )
 
 
 def _learn(subject: Subject, settings: Settings, clock: _Clock) -> Learned:
