@@ -50,7 +50,7 @@ def log_likelihood(model: Any, text: TextSet, labels: Tensor, **inputs: Any) -> 
 def test_inputs_and_gradients_equal_those_of_hooks(
     make_tiny_model: Callable[..., Any], drawn: list[Tensor], architecture: str
 ) -> None:
-    """80 sequences of 16 make two passes; hooks see all of them in one."""
+    """80 sequences of 16 make several passes; hooks see all of them in one."""
     model, text = make_tiny_model(architecture), random_text(80, 16)
     found = collect(model, text)
     seen: dict[str, tuple[Tensor, Tensor]] = {}
@@ -117,15 +117,15 @@ def test_matrices_that_read_one_tensor_share_it(make_tiny_model: Callable[..., A
 
 
 def test_unrounded_inputs_are_rows_of_the_inputs(make_tiny_model: Callable[..., Any]) -> None:
-    """Also where the text has more tokens than are kept: 1,280 of which about 1,024."""
+    """Also where the text has more tokens than are kept: 1,280 in several passes."""
     found = collect(make_tiny_model("llama"), random_text(80, 16), include_head=True)
     for statistics in found.matrices.values():
         inputs = statistics.inputs
-        assert abs(len(inputs.unrounded_rows) - NUM_UNROUNDED_TOKENS) <= 2
+        assert abs(len(inputs.unrounded_rows) - NUM_UNROUNDED_TOKENS) <= 5
         assert len(inputs.unrounded_rows.unique()) == len(inputs.unrounded_rows)
         assert torch.equal(inputs.unrounded_RK.to(torch.bfloat16), inputs.x_TK[inputs.unrounded_rows])
     (head,) = found.heads.values()
-    assert head.dtype == torch.float32 and abs(len(head) - NUM_HEAD_TOKENS) <= 2
+    assert head.dtype == torch.float32 and abs(len(head) - NUM_HEAD_TOKENS) <= 5
 
 
 def test_leaves_nothing_behind(make_tiny_model: Callable[..., Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -105,3 +106,13 @@ def test_each_role_is_probed_with_the_choice_nearest_to_the_aim() -> None:
     }
     probes = choose_role_probes(sites, scores, (fine, coarse, broken))
     assert probes == {"attn.q": {"a0": coarse, "a1": coarse}, "mlp.up": {"b": fine}}
+
+
+def test_a_choice_that_rounds_the_input_is_probed_on_the_whole_fused_matrix() -> None:
+    """q alone for int4; q, k and v, which read one tensor, for a scheme that rounds it."""
+    sites = [dataclasses.replace(site(f"qkv[{part}]", f"attn.{part}"), tied_group="qkv") for part in "qkv"]
+    for scheme, expected in (("int4_g32", ["qkv[q]"]), ("fp8", ["qkv[q]", "qkv[k]", "qkv[v]"])):
+        choice = Candidate(scheme=scheme)
+        probes = choose_role_probes(sites, {s.name: {choice: 0.01} for s in sites}, (choice,))
+        assert sorted(probes) == ["attn.k", "attn.q", "attn.v"]
+        assert list(probes["attn.q"]) == expected

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_search import NoStage, random_text
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,7 +21,6 @@ from bitwright.search import score as score_module
 from bitwright.search.calibrate import Inputs, MatrixStatistics, Statistics, calibrate
 from bitwright.search.compare import compare, run_logits, run_reference
 from bitwright.search.score import Candidate, candidate_error, candidates_of, score, site_moments
-from tiny_search import NoStage, random_text
 
 N, K, T = 24, 16, 96
 
@@ -101,14 +101,17 @@ def test_windows_sum_before_they_square(num_tokens: int) -> None:
 
 
 def test_one_candidate_scores_as_it_does_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of candidates and blocks of rows are only a way to compute."""
+    """To the last bit, or a cache filled by other schemes would give another plan; blocks of rows only to rounding."""
     model, statistics, _, _ = softmax_statistics()
     candidates = candidates_of(["int4_g32", "int8_w", "bf16", "fp6_w", "int4_g32_min"])
     together = scores_of(model, statistics, *candidates)
+    for candidate in candidates:
+        assert scores_of(model, statistics, candidate)[candidate] == together[candidate]
     monkeypatch.setattr(score_module, "_BLOCK_NUMBERS", 1)
     monkeypatch.setattr(score_module, "_ERROR_NUMBERS", 1)
     for candidate in candidates:
-        assert scores_of(model, statistics, candidate)[candidate] == pytest.approx(together[candidate], rel=1e-4)
+        alone = scores_of(model, statistics, candidate)
+        assert alone[candidate] == pytest.approx(together[candidate], rel=1e-4)
 
 
 def test_the_per_token_form_tends_to_the_true_kl(monkeypatch: pytest.MonkeyPatch) -> None:

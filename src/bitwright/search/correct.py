@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bitwright.models import Site
+from bitwright.quantize import SCHEMES
 from bitwright.search.score import Candidate, Scores
 
 #: Predicted KL that a role's probe aims for, nats per token.
@@ -95,15 +96,22 @@ def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
 def choose_role_probes(
     sites: Sequence[Site], scores: Scores, candidates: Sequence[Candidate]
 ) -> dict[str, dict[str, Candidate]]:
-    """Role → assignment of all its scored sites, with a predicted sum as near to PROBE_KL as any candidate gives."""
+    """Role → assignment of all its scored sites, with a predicted sum as near to PROBE_KL as any candidate gives.
+
+    Rows of a fused matrix read one input: a choice that rounds it is probed on all rows of the matrix.
+    """
     probes: dict[str, dict[str, Candidate]] = {}
-    for role in dict.fromkeys(site.role for site in sites if site.name in scores):
-        names = [site.name for site in sites if site.role == role and site.name in scores]
-        sums = {c: sum(scores[name].get(c, math.nan) for name in names) for c in candidates}
+    scored = [site for site in sites if site.name in scores]
+    for role in dict.fromkeys(site.role for site in scored):
+        own = [site.name for site in scored if site.role == role]
+        matrices = {site.tied_group for site in scored if site.role == role} - {None}
+        whole = [site.name for site in scored if site.role == role or site.tied_group in matrices]
+        names = {c: own if SCHEMES[c.scheme].activations is None else whole for c in candidates}
+        sums = {c: sum(scores[name].get(c, math.nan) for name in names[c]) for c in candidates}
         usable = {c: total for c, total in sums.items() if math.isfinite(total) and total > 0}
         if usable:
             best = min(usable, key=lambda c: (abs(math.log(usable[c] / PROBE_KL)), c))
-            probes[role] = dict.fromkeys(names, best)
+            probes[role] = dict.fromkeys(names[best], best)
     return probes
 
 

@@ -158,13 +158,14 @@ def _window_kls(g_TN: Tensor, x_TK: Tensor, errors: Sequence[Tensor], num_scored
     num_outputs, num_inputs = errors[0].shape
     g_WtN, x_WtK = _windows(g_TN.float()), _windows(x_TK.float())
     num_windows = g_WtN.shape[0]
-    sums_WC = torch.zeros(num_windows, len(errors))
+    sums_CW = torch.zeros(len(errors), num_windows)
     block = max(1, _BLOCK_NUMBERS // (num_windows * num_inputs))
     for row in range(0, num_outputs, block):
         gradient = torch.bmm(g_WtN[:, :, row : row + block].transpose(1, 2), x_WtK).flatten(1)
-        stacked = torch.stack([error[row : row + block].reshape(-1) for error in errors])
-        sums_WC.addmm_(gradient, stacked.T)
-    return [float(kl) for kl in sums_WC.double().square().sum(0) / (2 * num_scored)]
+        # one product per error: in a product of matrices the last bits of a score would depend on its company
+        for sums_W, error in zip(sums_CW, errors, strict=True):
+            sums_W += gradient @ error[row : row + block].reshape(-1)
+    return [float(kl) for kl in sums_CW.double().square().sum(1) / (2 * num_scored)]
 
 
 def _windows(values_TD: Tensor) -> Tensor:
