@@ -1,0 +1,142 @@
+"""Whatever the documentation tells a reader to type works: Python blocks are executed files, commands are run.
+
+A Python or TOML block must be, to the letter, a file in docs/snippets. Those files, and every `bitwright` line of a
+shell block, are run in an empty folder that holds what they speak of: my-model (a tiny random one), my-text.txt and
+my-chats.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import runpy
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bitwright import hardware
+from bitwright.cli import main
+from bitwright.quantize import SCHEMES, dequantize, quantize
+from bitwright.quantize.scheme import Scheme
+
+ROOT = Path(__file__).parents[2]
+SNIPPETS = ROOT / "docs" / "snippets"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+#: Modules that a reader would put into the package; not for running by themselves.
+EXTENSIONS = {"new_scheme.py"}
+SCRIPTS = sorted(path.name for path in SNIPPETS.glob("*.py") if path.name not in EXTENSIONS)
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """The fenced blocks of a page in one of the languages."""
+    text = page.read_text(encoding="utf-8")
+    return [code for language, code in re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL) if language in languages]
+
+
+def commands(page: Path) -> list[str]:
+    """The `bitwright` lines of a page's shell blocks, comments left out."""
+    lines = [line for block in blocks(page, "sh", "bash", "console") for line in block.splitlines()]
+    return [line for line in lines if line.startswith("bitwright ")]
+
+
+@pytest.fixture
+def readers_folder(
+    tmp_path: Path, make_tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, shared_cache: Path
+) -> Path:
+    """An empty working folder with what the documentation speaks of."""
+    shutil.copytree(make_tiny_folder("llama"), tmp_path / "my-model")
+    words = "the scale of a group multiplies its codes and gives back values that a layer can use again".split()
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(words, k=60)) + "." for _ in range(400)]
+    (tmp_path / "my-text.txt").write_text("\n\n".join(texts), encoding="utf-8")
+    chats = [
+        {"messages": [{"role": "user", "content": text[:30]}, {"role": "assistant", "content": text}]} for text in texts
+    ]
+    (tmp_path / "my-chats.jsonl").write_text("\n".join(map(json.dumps, chats)), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shared_cache))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_block_of_code_is_an_executed_file(page: Path) -> None:
+    known = {path.read_text(encoding="utf-8") for path in SNIPPETS.iterdir() if path.is_file()}
+    assert [block for block in blocks(page, "python", "py", "toml") if block not in known] == []
+
+
+@pytest.mark.slow
+def test_python_snippets_run(readers_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ["plan.py", *(name for name in SCRIPTS if name != "plan.py")]:  # the others read what plan.py writes
+        runpy.run_path(str(SNIPPETS / name))
+        assert capsys.readouterr().out
+    assert sorted(os.listdir("my-plan")) == ["plan.json", "report.html", "run.json", "tensors.safetensors"]
+
+
+def test_the_comments_of_the_formats_snippet_are_true(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(SNIPPETS / "formats.py"))
+    assert capsys.readouterr().out.split("\n") == ["448.0", "[1.015625e-01 4.480000e+02]", "fp8_e4m3", ""]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
+def test_commands_run(page: Path, readers_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in commands(page):
+        code = main(shlex.split(command, comments=True)[1:])
+        # 3: a random model may miss a limit; the plan is written all the same.
+        assert code in (0, 3), f"{command}\n{capsys.readouterr().err}"
+        assert capsys.readouterr().out
+
+
+def test_the_example_of_a_scheme_is_one_and_no_known_one() -> None:
+    import torch
+
+    (scheme,) = runpy.run_path(str(SNIPPETS / "new_scheme.py"))["SCHEMES"]
+    assert isinstance(scheme, Scheme) and scheme.name not in SCHEMES
+    assert scheme.weights is not None
+    weight = torch.randn(8, 128)
+    assert (dequantize(quantize(weight, scheme.weights)) - weight).abs().max() < 0.3
+
+
+def test_the_example_of_a_device_is_one_and_no_known_one() -> None:
+    device = hardware.read_device_file(SNIPPETS / "new_device.toml")
+    assert device.name not in hardware.names()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[\w-]*)?\)", page.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_the_guide_names_every_set_task_and_limit() -> None:
+    from bitwright.plan import Budget
+    from bitwright.search.documents import CALIBRATION_SETS
+    from bitwright.search.task import TASKS
+
+    guide = (ROOT / "docs" / "optimize.md").read_text(encoding="utf-8")
+    options = ["--" + name.removesuffix("_bytes").replace("_", "-") for name in Budget.model_fields]
+    assert [name for name in [*CALIBRATION_SETS, *TASKS] if f"`{name}`" not in guide] == []
+    assert [option for option in options if option not in guide] == []
+
+
+def test_contributing_names_every_plug_in_folder() -> None:
+    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    source = ROOT / "src" / "bitwright"
+    scanned = re.findall(
+        r'package="bitwright\.([\w.]+)",\s*attribute="(\w+)"',
+        "".join(path.read_text(encoding="utf-8") for path in source.rglob("*.py")),
+    )
+    assert scanned
+    assert [
+        name for name, constant in scanned if f"`{name.replace('.', '/')}/" not in guide or constant not in guide
+    ] == []
