@@ -97,7 +97,7 @@ def _render(encoder: Encoder, messages: Sequence[Message], *, prompt: bool) -> s
     try:
         from jinja2.exceptions import TemplateError
     except ImportError as error:
-        raise MissingExtra("jinja2", "report", "rendering a chat template") from error
+        raise MissingExtra("jinja2", "hf", "rendering a chat template") from error
     try:
         rendered = encoder.tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=prompt
