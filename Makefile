@@ -30,7 +30,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/mypy
 
 benchmark: $(VENV)/installed-all
-	$(BIN)/python benchmarks/main_job.py
+	$(BIN)/python benchmarks/optimize.py all
 
 docs: $(VENV)/installed-all
 	$(BIN)/python docs/generate.py

@@ -118,6 +118,20 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_named_files_exist(page: Path) -> None:
+    named = re.findall(r"`([\w./-]+\.(?:py|toml|txt|md))`", page.read_text(encoding="utf-8"))
+    folders = [ROOT / name for name in ("src", "tests", "docs", "benchmarks")]
+    there = [*ROOT.iterdir(), *(path for folder in folders for path in folder.rglob("*"))]
+    users_own = {"my-text.txt"}
+    missing = [
+        name
+        for name in named
+        if name not in users_own and not any(path.as_posix().endswith(f"/{name}") for path in there)
+    ]
+    assert missing == []
+
+
 def test_the_guide_names_every_set_task_and_limit() -> None:
     from bitwright.plan import Budget
     from bitwright.search.documents import CALIBRATION_SETS
