@@ -90,8 +90,5 @@ class Scheme:
     weights: TensorScheme | None
     #: Format and scaling of the input activations, found per call (dynamic); None leaves them alone.
     activations: TensorScheme | None = None
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether weights are stored with scales."""
-        return self.weights is not None and self.weights.scaling is not None
+    #: Whether a search chooses from it unless it is told what to choose from.
+    in_default_search: bool = True

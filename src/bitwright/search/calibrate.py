@@ -27,9 +27,9 @@ from bitwright.search.progress import Stage
 from bitwright.search.text import TextSet
 
 #: Tokens per forward and backward pass; their activations are what peak memory is made of.
-BATCH_TOKENS = 1024
+BATCH_TOKENS = 256
 #: Tokens whose inputs are kept unrounded, for trying activation formats on.
-NUM_UNROUNDED_TOKENS = 1024
+NUM_UNROUNDED_TOKENS = 512
 #: Tokens whose head inputs are kept.
 NUM_HEAD_TOKENS = 512
 

@@ -35,8 +35,8 @@ MARGIN = 0.04
 #: Largest factor by which a new solution may aim above the measured KL.
 MAX_STEP = 8.0
 #: Sites whose blame is measured in one round, and the sequences it is measured on.
-NUM_SUSPECTS = 6
-BLAME_SEQUENCES = 16
+NUM_SUSPECTS = 5
+BLAME_SEQUENCES = 8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ SCHEMES = (
         source="compressed-tensors float-quantized (dynamic per-token activations); OFP8 v1.0",
         weights=_FP8,
         activations=_FP8,
+        in_default_search=False,
     ),
     Scheme(
         name="fp6_w",

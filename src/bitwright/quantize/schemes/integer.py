@@ -24,6 +24,7 @@ def _grouped(bits: int, size: int, symmetry: Symmetry) -> Scheme:
             format=f"int{bits}" if symmetry == "symmetric" else f"uint{bits}",
             scaling=Scaling(granularity=group(size), scale_format="fp16", symmetry=symmetry),
         ),
+        in_default_search=symmetry == "symmetric" or (symmetry, size) == ("minimum", 32),
     )
 
 
@@ -44,5 +45,6 @@ SCHEMES = (
         source="compressed-tensors int-quantized (dynamic per-token activations)",
         weights=_INT8_CHANNEL,
         activations=TensorScheme(format="int8", scaling=Scaling(granularity=ROW, scale_format="fp32")),
+        in_default_search=False,
     ),
 )

@@ -17,6 +17,7 @@ SCHEMES = (
         source="OCP Microscaling Formats (MX) v1.0, table 1 and section 6.3",
         weights=_MXFP8,
         activations=_MXFP8,
+        in_default_search=False,
     ),
     Scheme(
         name="mxfp4",
@@ -24,6 +25,7 @@ SCHEMES = (
         source="OCP Microscaling Formats (MX) v1.0, table 1 and section 6.3",
         weights=_MXFP4,
         activations=_MXFP4,
+        in_default_search=False,
     ),
     Scheme(
         name="nvfp4",
@@ -31,5 +33,6 @@ SCHEMES = (
         source="NVIDIA Transformer Engine, NVFP4 block scaling (scales 448 · 6 / amax)",
         weights=_NVFP4,
         activations=_NVFP4,
+        in_default_search=False,
     ),
 )

@@ -10,6 +10,7 @@ def _plain(name: str, description: str, source: str) -> Scheme:
         source=source,
         weights=TensorScheme(format=name),
         activations=None if name == "fp32" else TensorScheme(format=name),
+        in_default_search=name != "fp32",
     )
 
 
@@ -19,6 +20,7 @@ SCHEMES = (
         description="the weights exactly as the checkpoint stores them; not a choice, but what a site keeps",
         source="the checkpoint",
         weights=None,
+        in_default_search=False,
     ),
     _plain("fp32", "single precision, the reference of every measurement", "IEEE 754-2019, binary32"),
     _plain("fp16", "half precision weights and activations; overflows above 65504", "IEEE 754-2019, binary16"),

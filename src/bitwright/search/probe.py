@@ -1,0 +1,91 @@
+"""Measuring a handful of choices, so that every prediction is corrected by what was seen (`correct.py`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bitwright.plan import Prediction
+from bitwright.search.correct import Probe, choose_role_probes, fit_roles
+from bitwright.search.learn import Learned
+from bitwright.search.measure import Meter
+from bitwright.search.problem import Problem, build_problem
+from bitwright.search.progress import Progress
+from bitwright.search.settings import Settings
+from bitwright.search.solve import Solution, front
+from bitwright.search.subject import Subject
+
+#: Points of the front among which assignments are chosen to be measured.
+NUM_FRONT_POINTS = 14
+#: Sequences of the repair text that a role's probe and a whole assignment are measured on.
+ROLE_PROBE_SEQUENCES = 8
+TOTAL_PROBE_SEQUENCES = 16
+#: Sums of predicted KLs near which whole assignments are measured, nats per token.
+TOTAL_PROBE_KLS = (0.3, 0.03, 0.003)
+
+
+def probe(
+    subject: Subject, settings: Settings, learned: Learned, meter: Meter, progress: Progress
+) -> tuple[Problem, tuple[Prediction, ...]]:
+    """Measure one probe a role and a few whole assignments; return the corrected problem and what was predicted."""
+    num_sequences = meter.reference.text.num_sequences
+    count = min(ROLE_PROBE_SEQUENCES, num_sequences)
+    scored_sites = [site for site in subject.sites if site.name in learned.scores]
+    role_probes = choose_role_probes(scored_sites, learned.scores, settings.candidates)
+    probes: list[Probe] = []
+    with progress.stage("probe the roles", count * len(role_probes)) as stage:
+        for role, assignment in role_probes.items():
+            choice = next(iter(assignment.values()))
+            raw = sum(learned.scores[name][choice] for name in assignment)
+            probes.append(
+                Probe(
+                    role=role,
+                    what=f"{len(assignment)} × {role} in {choice}",
+                    scheme=choice.scheme,
+                    predicted=raw,
+                    measured=meter.kl(assignment, count, stage),
+                )
+            )
+    predictions = [
+        Prediction(
+            what=p.what,
+            predicted_kl=p.predicted,
+            measured_kl=p.measured,
+            kind="role",
+            scheme=p.scheme,
+            role=p.role,
+        )
+        for p in probes
+    ]
+    problem = build_problem(
+        subject.prices, learned.scores, settings.candidates, fit_roles(probes), include_head=settings.include_head
+    )
+    points = front([group.options for group in problem.groups], NUM_FRONT_POINTS) if problem.groups else ()
+    correction = problem.correction
+    chosen = _spread_over(points, TOTAL_PROBE_KLS)
+    count = min(TOTAL_PROBE_SEQUENCES, num_sequences)
+    with progress.stage("probe the totals", count * len(chosen)) as stage:
+        for point in chosen:
+            assignment = problem.assignment(point)
+            measured = meter.kl(assignment, count, stage)
+            predictions.append(
+                Prediction(
+                    what=f"whole model at {subject.prices.effective_bits(assignment):.2f} bits",
+                    predicted_kl=point.kl,
+                    measured_kl=measured,
+                    kind="total",
+                )
+            )
+            correction = correction.with_total(point.kl, measured)
+    return replace(problem, correction=correction), tuple(predictions)
+
+
+def _spread_over(points: Sequence[Solution], kls: Sequence[float]) -> list[Solution]:
+    """The points whose predicted sums lie nearest to `kls`, each once."""
+    usable = [point for point in points if point.kl > 0]
+    if not usable:
+        return []
+    logs = [math.log(point.kl) for point in usable]
+    nearest = [min(range(len(usable)), key=[abs(log - math.log(kl)) for log in logs].__getitem__) for kl in kls]
+    return [usable[index] for index in dict.fromkeys(nearest)]

@@ -1,0 +1,117 @@
+"""The model in question, its sites and prices, and the text it is judged on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bitwright.errors import DataError
+from bitwright.models import Site, find_sites
+from bitwright.models.load import load
+from bitwright.models.loaded import LoadedModel
+from bitwright.plan import raise_if_no_scheme_fits
+from bitwright.search.cache import Cache, default_folder, open_cache
+from bitwright.search.compare import Reference, run_reference
+from bitwright.search.price import Prices, bits_by_scheme, price_model
+from bitwright.search.progress import Progress
+from bitwright.search.settings import Settings
+from bitwright.search.text import Splits, TextSet, split_text
+from bitwright.search.verify import ReferenceFacts, reference_facts, vocabulary_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The model in question and the text it is judged on."""
+
+    loaded: LoadedModel
+    sites: tuple[Site, ...]
+    prices: Prices
+    splits: Splits
+    cache: Cache
+
+
+def open_subject(
+    model: str | Path | LoadedModel,
+    settings: Settings,
+    *,
+    cache: Path | str | None,
+    allow_pickle: bool,
+    progress: Progress,
+) -> Subject:
+    """Load the model, name and price its sites, cut the text, and open the cache that belongs to all of it.
+
+    Args:
+        model: as `optimize` takes it.
+        settings: what was asked.
+        cache: folder of all caches, "default" or None.
+        allow_pickle: load pickled checkpoints, which can run code.
+        progress: shows the stages.
+
+    Raises:
+        ModelError, DataError, BudgetError: what cannot be read, cut or kept.
+    """
+    with progress.stage("load", 1) as stage:
+        loaded = model if isinstance(model, LoadedModel) else load(model, allow_pickle=allow_pickle, seed=settings.seed)
+        stage.advance()
+    _raise_if_too_long(loaded, settings.sequence_length)
+    sites = find_sites(loaded.model)
+    prices = price_model(loaded, sites)
+    raise_if_no_scheme_fits(settings.budget, bits_by_scheme(prices, settings.schemes))
+    with progress.stage("read the text", 1) as stage:
+        splits = split_text(
+            loaded.tokenizer,
+            task=settings.task,
+            calibration=settings.calibration,
+            evaluation=settings.evaluation,
+            calibration_tokens=settings.tokens,
+            evaluation_tokens=settings.evaluation_tokens,
+            sequence_length=settings.sequence_length,
+            seed=settings.seed,
+            vocabulary_size=vocabulary_size(loaded),
+        )
+        stage.advance()
+    folder = default_folder() if cache == "default" else None if cache is None else Path(cache)
+    return Subject(
+        loaded=loaded,
+        sites=sites,
+        prices=prices,
+        splits=splits,
+        cache=open_cache(
+            folder,
+            model_hash=loaded.hash,
+            text_hash=splits.calibrate.hash,
+            seed=settings.seed,
+            include_head=settings.include_head,
+        ),
+    )
+
+
+def _raise_if_too_long(loaded: LoadedModel, sequence_length: int) -> None:
+    positions = getattr(getattr(loaded.model, "config", None), "max_position_embeddings", None)
+    if positions is not None and sequence_length > positions:
+        raise DataError(
+            f"sequences of {sequence_length} tokens are longer than the {positions} positions of {loaded.name!r}; "
+            f"lower --sequence-length to at most {positions}"
+        )
+
+
+def known_reference(subject: Subject, text: TextSet, progress: Progress) -> Reference:
+    """The fp32 reference on a text, from the cache where it was run before."""
+    known = subject.cache.read_reference(text.hash)
+    with progress.stage("reference", text.num_sequences) as stage:
+        reference = run_reference(subject.loaded.model, text, stage, known)
+    if known is None and reference.head_inputs is not None:
+        subject.cache.write_reference(text.hash, reference.head_inputs)
+    return reference
+
+
+def known_reference_facts(subject: Subject, reference: Reference, progress: Progress) -> ReferenceFacts:
+    """The bf16 floor and the reference's repetition on its text, from the cache where they were measured before."""
+    keys = [f"{name} {reference.text.hash}" for name in ("bf16 floor", "repetition")]
+    known = subject.cache.read_measured()
+    if all(key in known for key in keys):
+        return ReferenceFacts(bf16_floor_kl=known[keys[0]], repetition=known[keys[1]])
+    facts = reference_facts(subject.loaded, reference, progress)
+    found = dict(zip(keys, (facts.bf16_floor_kl, facts.repetition), strict=True))
+    subject.cache.write_measured({**subject.cache.read_measured(), **found})
+    return facts
