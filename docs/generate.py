@@ -17,7 +17,7 @@ import typer
 
 from bitwright import formats, hardware
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS, TensorScheme
-from bitwright.search.optimize import default_schemes
+from bitwright.search.settings import default_schemes
 
 DOCS = Path(__file__).parent
 _NOTICE = "<!-- Written by docs/generate.py; change that or the catalogs, not this page. -->"
@@ -118,8 +118,10 @@ some engines refuse it.
 | zero_point (`_zp`) | `(code − zero_point) · scale` | AWQ, GPTQ, compressed-tensors |
 | minimum (`_min`) | `code · scale + minimum` | GGUF's Q4_1 |
 
-Unless `--schemes` names others, bitwright chooses among those that leave activations in 16 bits or more:
+Unless `--schemes` names others, bitwright chooses among these:
 {", ".join(f"`{name}`" for name in default_schemes())}.
+They leave activations in 16 bits, since no limit that can be given asks for faster matrix products, and rounding
+activations further could only lose quality.
 
 ## Roundings: how codes are found
 
