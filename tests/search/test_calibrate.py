@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_search import ARCHITECTURES, NoStage, random_text, text_set
 from torch import Tensor
 
 from bitwright.errors import ModelError
@@ -15,7 +16,6 @@ from bitwright.models import find_sites
 from bitwright.models.linear_calls import matrices_of
 from bitwright.search.calibrate import NUM_HEAD_TOKENS, NUM_UNROUNDED_TOKENS, Statistics, calibrate
 from bitwright.search.text import TextSet
-from tiny_search import ARCHITECTURES, NoStage, random_text, text_set
 
 #: bf16 keeps 8 bits.
 BF16 = {"rtol": 2**-8, "atol": 1e-6}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_search import NoStage, random_text, text_set
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,7 +17,6 @@ from bitwright.errors import ModelError
 from bitwright.inference import SiteRule, emulate
 from bitwright.models import find_sites
 from bitwright.search.compare import Reference, bf16_floor, compare, run_logits, run_reference
-from tiny_search import NoStage, random_text, text_set
 
 VOCABULARY = 50
 

@@ -10,43 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_search import ARCHITECTURES, SCHEMES, search_options, write_text
+from tiny_search import ARCHITECTURES, BUDGET, SCHEMES, search_options
 
-from bitwright.errors import BitwrightError, BudgetError, DataError, PlanError, SchemeError, UnknownName
-from bitwright.models.loaded import LoadedModel, from_memory
-from bitwright.plan import Budget, Plan, load_plan, parse_plan, write_plan
+from bitwright.errors import BitwrightError, BudgetError, DataError, SchemeError, UnknownName
+from bitwright.models.loaded import LoadedModel
+from bitwright.plan import Budget, Plan, parse_plan
 from bitwright.search import learn as learn_module
 from bitwright.search.optimize import default_schemes, optimize
-from bitwright.search.verify import verify
-
-BUDGET = Budget(effective_bits=6.0)
-
-
-@pytest.fixture(scope="session")
-def prose(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("prose"))
-
-
-@pytest.fixture(scope="session")
-def load_tiny(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Callable[..., LoadedModel]:
-    """A new model each time: a search must leave it as it was."""
-
-    def make(architecture: str, seed: int = 0) -> LoadedModel:
-        return from_memory(make_tiny_model(architecture, seed), tiny_tokenizer, name=f"tiny-{architecture}")
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def plan_of(load_tiny: Callable[..., LoadedModel], prose: Path) -> Callable[[str], Plan]:
-    made: dict[str, Plan] = {}
-
-    def make(architecture: str) -> Plan:
-        if architecture not in made:
-            made[architecture] = optimize(load_tiny(architecture), budget=BUDGET, **search_options(prose))
-        return made[architecture]
-
-    return make
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -278,44 +248,6 @@ def test_chat(load_tiny: Callable[..., LoadedModel], tmp_path: Path) -> None:
     plan = optimize(load_tiny("llama"), budget=BUDGET, **options)
     assert plan.met and plan.measured is not None
     assert 64 * 5 < plan.measured.tokens < 64 * 30
-
-
-# --- verify ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
-def test_a_written_plan_measures_the_same(
-    plan_of: Callable[[str], Plan], load_tiny: Callable[..., LoadedModel], tmp_path: Path, architecture: str
-) -> None:
-    plan = plan_of(architecture)
-    read = load_plan(write_plan(plan, tmp_path / "plan"))
-    assert read.content_hash == plan.content_hash
-    assert verify(read, model=load_tiny(architecture)) == plan.measured
-
-
-def test_other_text_and_fewer_tokens(
-    plan_of: Callable[[str], Plan], load_tiny: Callable[..., LoadedModel], tmp_path: Path
-) -> None:
-    other = tmp_path / "other.txt"
-    other.write_text("\n\n".join(f"The {i}th line says {i * 7919} and then some more words." for i in range(600)))
-    found = verify(plan_of("llama"), model=load_tiny("llama"), evaluation=other, tokens=64 * 16)
-    assert found.source == "other.txt" and found.kl.mean > 0
-    assert found != plan_of("llama").measured
-
-
-def test_the_wrong_model_is_an_error(plan_of: Callable[[str], Plan], load_tiny: Callable[..., LoadedModel]) -> None:
-    for other in (load_tiny("llama", 1), load_tiny("gpt2")):
-        with pytest.raises(PlanError, match="not those that the plan was made for"):
-            verify(plan_of("llama"), model=other)
-
-
-def test_a_plan_without_its_tensors_is_an_error(
-    plan_of: Callable[[str], Plan], load_tiny: Callable[..., LoadedModel]
-) -> None:
-    plan = plan_of("gpt2")
-    assert plan.tensors
-    with pytest.raises(PlanError, match="hold no scales"):
-        verify(plan.attach(tensors={}), model=load_tiny("gpt2"))
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------

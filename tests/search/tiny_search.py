@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bitwright.models import Site, find_sites
 from bitwright.models.loaded import LoadedModel
+from bitwright.plan import Budget
 from bitwright.quantize import SCHEMES as SCHEME_RECORDS
 from bitwright.search.correct import Correction
 from bitwright.search.price import price_model
@@ -24,6 +25,8 @@ from bitwright.search.text import TextSet
 #: A device by name, so that no test depends on the machine.
 DEVICE = "x86-avx512-bf16"
 SCHEMES = ("int4_g32", "int8_w", "bf16")
+#: What most searches of the tests are asked for.
+BUDGET = Budget(effective_bits=6.0)
 ARCHITECTURES = ("llama", "gpt2", "qwen2", "gemma", "phi3", "mixtral")
 
 

@@ -1,0 +1,63 @@
+"""A plan measured again, from scratch: the same numbers from the written folder, and what does not fit is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bitwright.errors import PlanError
+from bitwright.models.loaded import LoadedModel
+from bitwright.plan import Plan, load_plan, write_plan
+from bitwright.search.verify import judge, verify
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+def test_a_written_plan_measures_the_same(
+    plan_of: Callable[[str], Plan], load_tiny: Callable[..., LoadedModel], tmp_path: Path, architecture: str
+) -> None:
+    plan = plan_of(architecture)
+    read = load_plan(write_plan(plan, tmp_path / "plan"))
+    assert read.content_hash == plan.content_hash
+    assert verify(read, model=load_tiny(architecture)) == plan.measured
+
+
+def test_other_text_and_fewer_tokens(
+    plan_of: Callable[[str], Plan], load_tiny: Callable[..., LoadedModel], tmp_path: Path
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("\n\n".join(f"The {i}th line says {i * 7919} and then some more words." for i in range(600)))
+    found = verify(plan_of("llama"), model=load_tiny("llama"), evaluation=other, tokens=64 * 16)
+    assert found.source == "other.txt" and found.kl.mean > 0
+    assert found != plan_of("llama").measured
+
+
+def test_the_wrong_model_is_an_error(plan_of: Callable[[str], Plan], load_tiny: Callable[..., LoadedModel]) -> None:
+    for other in (load_tiny("llama", 1), load_tiny("gpt2")):
+        with pytest.raises(PlanError, match="not those that the plan was made for"):
+            verify(plan_of("llama"), model=other)
+
+
+def test_a_plan_without_its_tensors_is_an_error(
+    plan_of: Callable[[str], Plan], load_tiny: Callable[..., LoadedModel]
+) -> None:
+    plan = plan_of("gpt2")
+    assert plan.tensors
+    with pytest.raises(PlanError, match="hold no scales"):
+        verify(plan.attach(tensors={}), model=load_tiny("gpt2"))
+
+
+def test_a_plan_without_its_options_cannot_be_repeated(
+    plan_of: Callable[[str], Plan], load_tiny: Callable[..., LoadedModel]
+) -> None:
+    with pytest.raises(PlanError, match="how its text was cut"):
+        verify(plan_of("llama").replace(options=None), model=load_tiny("llama"))
+
+
+def test_a_limit_is_kept_up_to_its_very_value() -> None:
+    limits = judge({"max_kl": 0.02, "effective_bits": 4.5}, {"max_kl": 0.02, "effective_bits": 4.5000001})
+    assert [(limit.name, limit.status, limit.met) for limit in limits] == [
+        ("max_kl", "measured", True),
+        ("effective_bits", "missed", False),
+    ]
