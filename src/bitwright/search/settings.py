@@ -43,8 +43,8 @@ def default_schemes() -> tuple[str, ...]:
     """What is chosen from unless told otherwise: the schemes that are marked so.
 
     They leave activations in 16 bits, since no limit that can be given asks for faster matrix products and rounding
-    activations further could only lose quality. Of the asymmetric groups only those of 32 are among them: each more costs
-    a clip search of every weight, and the others lie close to a symmetric neighbour of equal size.
+    activations further could only lose quality. Of the asymmetric groups only those of 32 are among them: each more
+    costs a clip search of every weight, and the others lie close to a symmetric neighbour of equal size.
     """
     return tuple(name for name, scheme in SCHEMES.items() if scheme.in_default_search)
 
