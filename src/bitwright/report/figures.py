@@ -118,17 +118,17 @@ def draw_predictions(plan: Plan, colours: Mapping[str, str]) -> str | None:
 
 
 def _series(points: list[Prediction], colours: Mapping[str, str]) -> list[tuple[str, str, str, list[Prediction]]]:
-    """Split points into (label, colour, marker, points): single sites by scheme in order of bits, then totals."""
-    sites = [point for point in points if point.kind == "site"]
+    """Split points into (label, colour, marker, points): sites and roles by scheme in order of bits, then totals."""
+    sites = [point for point in points if point.kind != "total"]
     known = [scheme for scheme in colours if any(point.scheme == scheme for point in sites)]
     series = [
-        (f"one site in {scheme}", colours[scheme], "o", [point for point in sites if point.scheme == scheme])
+        (f"one role in {scheme}", colours[scheme], "o", [point for point in sites if point.scheme == scheme])
         for scheme in known
     ]
     rest = [point for point in sites if point.scheme not in known]
     totals = [point for point in points if point.kind == "total"]
     if rest:
-        series.append(("one site, other schemes", _NEUTRAL, "o", rest))
+        series.append(("one role, other schemes", _NEUTRAL, "o", rest))
     if totals:
         series.append(("whole model", "#FEDA8B", "*", totals))
     return series
