@@ -246,7 +246,6 @@ def test_unknown_names(refused: Callable[..., str], folder: Path) -> None:
     [
         (("--effective-bits", "6", "--objective", "memory"), "contradicts itself"),
         (("--max-kl", "0.01", "--objective", "kl"), "contradicts itself"),
-        (("--effective-bits", "3"), "below the smallest scheme"),
         (("--max-kl", "-1"), "max_kl must be a finite number above 0"),
         (("--max-kl", "nan"), "max_kl must be a finite number above 0"),
         (("--max-memory", "90M"), "write 90MB"),

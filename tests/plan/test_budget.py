@@ -14,7 +14,6 @@ from bitwright.plan import (
     default_objective,
     parse_bytes,
     parse_ratio,
-    raise_if_no_scheme_fits,
     settle_budget,
 )
 
@@ -111,11 +110,3 @@ def test_asked_for_objective_stays():
 def test_contradictions(budget: Budget, objective: str):
     with pytest.raises(BudgetError, match="objective"):
         settle_budget(budget, objective)
-
-
-def test_fewer_bits_than_any_scheme():
-    bits = {"bf16": 16.0, "int4_g128": 4.125}
-    raise_if_no_scheme_fits(Budget(effective_bits=4.125), bits)
-    raise_if_no_scheme_fits(Budget(max_kl=0.1), bits)
-    with pytest.raises(BudgetError, match=r"below the smallest scheme on offer \(int4_g128: 4\.125"):
-        raise_if_no_scheme_fits(Budget(effective_bits=4), bits)

@@ -173,6 +173,7 @@ def test_include_head(load_tiny: Callable[..., LoadedModel], prose: Path, archit
     [
         (Budget(max_kl=1e-9), "max_kl"),
         (Budget(max_memory_bytes=1000), "max_memory_bytes"),
+        (Budget(effective_bits=2.0), "effective_bits"),
         (Budget(effective_bits=4.6, max_kl=1e-4), "max_kl"),
     ],
 )
@@ -264,7 +265,6 @@ def test_chat(load_tiny: Callable[..., LoadedModel], tmp_path: Path) -> None:
         ({"calibration": "no-such-set"}, BitwrightError, "no-such-set"),
         ({"objective": "speed"}, BudgetError, "unknown objective"),
         ({"budget": BUDGET, "objective": "memory"}, BudgetError, "contradicts"),
-        ({"budget": Budget(effective_bits=2.0)}, BudgetError, "below the smallest scheme"),
         ({"sequence_length": 1}, DataError, "--sequence-length is 1"),
         ({"sequence_length": 513}, DataError, "longer than the 512 positions"),
         ({"tokens": 0}, DataError, "--tokens is 0"),

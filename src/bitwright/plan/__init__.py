@@ -7,7 +7,6 @@ from bitwright.plan.budget import (
     default_objective,
     parse_bytes,
     parse_ratio,
-    raise_if_no_scheme_fits,
     settle_budget,
 )
 from bitwright.plan.folder import (
@@ -69,7 +68,6 @@ __all__ = [
     "parse_bytes",
     "parse_plan",
     "parse_ratio",
-    "raise_if_no_scheme_fits",
     "raise_if_not_replaceable",
     "settle_budget",
     "write_plan",

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from pydantic import field_validator
@@ -131,18 +130,6 @@ def settle_budget(budget: Budget, objective: str | None = None) -> SettledBudget
             "add max_memory or effective_bits, or choose the objective 'memory'"
         )
     return SettledBudget(budget, "memory" if objective == "memory" else "kl", "asked for")
-
-
-def raise_if_no_scheme_fits(budget: Budget, bits_by_scheme: Mapping[str, float]) -> None:
-    """Raise ``BudgetError`` where ``effective_bits`` is below every scheme on offer (name → stored bits a weight)."""
-    if budget.effective_bits is None or not bits_by_scheme:
-        return
-    name = min(bits_by_scheme, key=lambda scheme: bits_by_scheme[scheme])
-    if budget.effective_bits < bits_by_scheme[name]:
-        raise BudgetError(
-            f"effective_bits {budget.effective_bits:g} is below the smallest scheme on offer ({name}: "
-            f"{bits_by_scheme[name]:g} bits per weight); raise the limit or allow smaller schemes"
-        )
 
 
 def parse_bytes(text: str) -> float:

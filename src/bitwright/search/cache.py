@@ -31,7 +31,7 @@ from bitwright.quantize.moment import InputMoment
 from bitwright.search.score import Candidate
 
 #: Raise this when scores of the same inputs would come out different.
-ESTIMATOR_VERSION = 2
+ESTIMATOR_VERSION = 3
 
 
 def default_folder() -> Path:

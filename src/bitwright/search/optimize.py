@@ -19,7 +19,7 @@ from bitwright.search.learn import Learned, learn
 from bitwright.search.measure import Meter, Quantizer
 from bitwright.search.mend import mend
 from bitwright.search.price import END_ROLES
-from bitwright.search.probe import probe
+from bitwright.search.probe import measure_roles, probe
 from bitwright.search.progress import Progress, Silent
 from bitwright.search.settings import Settings, default_schemes, quality_target, settle
 from bitwright.search.subject import Subject, known_reference, known_reference_facts, open_subject
@@ -104,7 +104,8 @@ def optimize(
         seed=seed,
         progress=clock,
     )
-    plan = draft_plan(subject, settings, mended, probes, unreachable, meter.quantizer, clock)
+    roles = measure_roles(mended.problem, mended.assignment, meter, clock)
+    plan = draft_plan(subject, settings, mended, (*probes, *roles), unreachable, meter.quantizer, clock)
     proved = _prove(plan, subject, clock)
     paths = {"model": str(model) if not isinstance(model, LoadedModel) else subject.loaded.name}
     paths |= {"calibration": str(calibration), "evaluation": str(evaluation)}

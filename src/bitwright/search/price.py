@@ -122,13 +122,3 @@ def _linear_time_s(prices: Prices, assignment: Assignment, device: Device, token
             compute_format=compute,
         ).seconds
     return total
-
-
-def bits_by_scheme(prices: Prices, schemes: Sequence[str]) -> dict[str, float]:
-    """Effective bits of the decoder's linear weights with each scheme everywhere."""
-    linears = prices.decoder_sites
-    num_weights = max(1, sum(site.num_weights for site in linears))
-    return {
-        name: 8 * sum(prices.site_bytes(site, Candidate(scheme=name)) for site in linears) / num_weights
-        for name in schemes
-    }

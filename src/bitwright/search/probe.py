@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from bitwright.models import Site
 from bitwright.plan import Prediction
 from bitwright.search.correct import Probe, choose_role_probes, fit_roles
 from bitwright.search.learn import Learned
 from bitwright.search.measure import Meter
+from bitwright.search.price import AS_LOADED, Assignment
 from bitwright.search.problem import Problem, build_problem
 from bitwright.search.progress import Progress
 from bitwright.search.settings import Settings
@@ -79,6 +81,31 @@ def probe(
             )
             correction = correction.with_total(point.kl, measured)
     return replace(problem, correction=correction), tuple(predictions)
+
+
+def measure_roles(
+    problem: Problem, assignment: Assignment, meter: Meter, progress: Progress
+) -> tuple[Prediction, ...]:
+    """Every role alone, all its sites as assigned: what each part of a plan costs, predicted and measured."""
+    count = min(ROLE_PROBE_SEQUENCES, meter.reference.text.num_sequences)
+    by_role: dict[str, list[Site]] = {}
+    for site in problem.prices.sites:
+        if assignment[site.name] != AS_LOADED:
+            by_role.setdefault(site.role, []).append(site)
+    predictions = []
+    with progress.stage("measure each role", count * len(by_role)) as stage:
+        for role, sites in by_role.items():
+            chosen = {site.name: assignment[site.name] for site in sites}
+            predictions.append(
+                Prediction(
+                    what=f"{role} as planned",
+                    predicted_kl=math.fsum(problem.site_kl(site, assignment[site.name]) for site in sites),
+                    measured_kl=meter.kl(chosen, count, stage),
+                    kind="plan_role",
+                    role=role,
+                )
+            )
+    return tuple(predictions)
 
 
 def _spread_over(points: Sequence[Solution], kls: Sequence[float]) -> list[Solution]:

@@ -9,10 +9,9 @@ from bitwright.errors import DataError
 from bitwright.models import Site, find_sites
 from bitwright.models.load import load
 from bitwright.models.loaded import LoadedModel
-from bitwright.plan import raise_if_no_scheme_fits
 from bitwright.search.cache import Cache, default_folder, open_cache
 from bitwright.search.compare import Reference, run_reference
-from bitwright.search.price import Prices, bits_by_scheme, price_model
+from bitwright.search.price import Prices, price_model
 from bitwright.search.progress import Progress
 from bitwright.search.settings import Settings
 from bitwright.search.text import Splits, TextSet, split_text
@@ -48,7 +47,7 @@ def open_subject(
         progress: shows the stages.
 
     Raises:
-        ModelError, DataError, BudgetError: what cannot be read, cut or kept.
+        ModelError, DataError: what cannot be read or cut.
     """
     with progress.stage("load", 1) as stage:
         loaded = model if isinstance(model, LoadedModel) else load(model, allow_pickle=allow_pickle, seed=settings.seed)
@@ -56,7 +55,6 @@ def open_subject(
     _raise_if_too_long(loaded, settings.sequence_length)
     sites = find_sites(loaded.model)
     prices = price_model(loaded, sites)
-    raise_if_no_scheme_fits(settings.budget, bits_by_scheme(prices, settings.schemes))
     with progress.stage("read the text", 1) as stage:
         splits = split_text(
             loaded.tokenizer,
