@@ -79,22 +79,67 @@ class Statistics:
     heads: dict[str, Tensor]
 
 
+class _Rows:
+    """Rows that arrive batch by batch, in one tensor of the final size.
+
+    Pages of the tensor that no row reaches cost no memory. Keeping the batches and joining them at the end took twice
+    the memory and left the heap in pieces.
+    """
+
+    def __init__(self, capacity: int, dtype: torch.dtype) -> None:
+        self._capacity = capacity
+        self._dtype = dtype
+        self._held = torch.empty(0)
+        self._used = 0
+
+    def reserve(self, num_rows: int, width: int) -> slice:
+        """Room for so many rows of `width` numbers; they are zero until they are written."""
+        if self._used + num_rows > self._capacity or self._held.numel() == 0:
+            self._capacity = max(self._capacity, 2 * (self._used + num_rows) if self._used else num_rows)
+            larger = torch.empty(self._capacity, width, dtype=self._dtype)
+            if self._used:
+                larger[: self._used] = self._held[: self._used]
+            self._held = larger
+        rows = slice(self._used, self._used + num_rows)
+        self._held[rows].zero_()
+        self._used += num_rows
+        return rows
+
+    def write(self, rows: slice, values: Tensor) -> None:
+        """Fill rows that were reserved."""
+        self._held[rows] = values
+
+    def append(self, values: Tensor) -> slice:
+        """Add rows [n, width]; returns where they lie."""
+        rows = self.reserve(*values.shape)
+        self.write(rows, values)
+        return rows
+
+    @property
+    def tensor(self) -> Tensor:
+        """All rows so far."""
+        return self._held[: self._used]
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Recorder:
     """Collects (x, g) batch by batch."""
 
     generator: torch.Generator
+    num_tokens: int
     head_matrices: frozenset[str]
     keep_ratio: float
     head_keep_ratio: float
-    gradients: dict[str, list[Tensor]] = field(default_factory=dict)
-    inputs_of: dict[str, list[int]] = field(default_factory=dict)
-    x: list[Tensor] = field(default_factory=list)
-    unrounded: list[Tensor] = field(default_factory=list)
-    rows: list[Tensor] = field(default_factory=list)
+    gradients: dict[str, _Rows] = field(default_factory=dict)
+    #: Matrix → the matrix that first read the same tensor; its name is the key of what follows.
+    first_reader: dict[str, str] = field(default_factory=dict)
+    x: dict[str, _Rows] = field(default_factory=dict)
+    unrounded: dict[str, list[Tensor]] = field(default_factory=dict)
+    unrounded_rows: dict[str, list[Tensor]] = field(default_factory=dict)
     ids: dict[str, list[Tensor]] = field(default_factory=dict)
     head_inputs: dict[str, list[Tensor]] = field(default_factory=dict)
-    last_input: Tensor | None = None
+    #: The input seen last, and the matrix that read it first.
+    last_input: tuple[Tensor, str] | None = None
     #: Rows of the present batch that are tokens, bool [batch tokens]; None where all are.
     real_rows: Tensor | None = None
 
@@ -108,25 +153,26 @@ class _Recorder:
             self.head_inputs.setdefault(matrix.name, []).append(flat[keep].clone())
             return y
         else:
-            self.inputs_of.setdefault(matrix.name, []).append(self._record_input(x))
+            self._record_input(matrix.name, x)
         if not y.requires_grad:
             y.requires_grad_(True)
-        slot = self.gradients.setdefault(matrix.name, [])
-        index = len(slot)
-        slot.append(torch.empty(0))
-        y.register_hook(lambda g: slot.__setitem__(index, g.detach().reshape(-1, g.shape[-1]).to(torch.bfloat16)))
+        gradients = self.gradients.setdefault(matrix.name, _Rows(self.num_tokens, torch.bfloat16))
+        rows = gradients.reserve(y.numel() // y.shape[-1], y.shape[-1])
+        y.register_hook(lambda g: gradients.write(rows, g.detach().reshape(-1, g.shape[-1])))
         return y
 
-    def _record_input(self, x: Tensor) -> int:
-        """Index of this batch's input; the same tensor read by several matrices is stored once."""
-        if x is not self.last_input:
-            self.last_input = x
-            flat = x.detach().reshape(-1, x.shape[-1])
-            keep = self._sample(flat.shape[0], self.keep_ratio)
-            self.x.append(flat.to(torch.bfloat16))
-            self.unrounded.append(flat[keep].clone())
-            self.rows.append(keep)
-        return len(self.x) - 1
+    def _record_input(self, name: str, x: Tensor) -> None:
+        """Keep an input; the same tensor read by several matrices is kept once, under the first one's name."""
+        known = self.last_input
+        if known is not None and known[0] is x and self.first_reader.setdefault(name, known[1]) == known[1]:
+            return
+        self.last_input = (x, name)
+        assert self.first_reader.setdefault(name, name) == name, f"{name} reads another tensor than before"
+        flat = x.detach().reshape(-1, x.shape[-1])
+        rows = self.x.setdefault(name, _Rows(self.num_tokens, torch.bfloat16)).append(flat)
+        keep = self._sample(flat.shape[0], self.keep_ratio)
+        self.unrounded.setdefault(name, []).append(flat[keep].clone())
+        self.unrounded_rows.setdefault(name, []).append(keep + rows.start)
 
     def _real(self, flat: Tensor) -> Tensor:
         """Rows that are no padding. (Elsewhere padding needs no care: no gradient flows to it.)"""
@@ -156,6 +202,7 @@ def calibrate(model: nn.Module, sites: Sequence[Site], text: TextSet, *, seed: i
     generator = torch.Generator().manual_seed(seed)
     recorder = _Recorder(
         generator=generator,
+        num_tokens=num_tokens,
         head_matrices=frozenset(site.parameter for site in sites if site.role == "lm_head"),
         keep_ratio=min(1.0, NUM_UNROUNDED_TOKENS / num_tokens),
         head_keep_ratio=min(1.0, NUM_HEAD_TOKENS / num_tokens),
@@ -172,8 +219,8 @@ def calibrate(model: nn.Module, sites: Sequence[Site], text: TextSet, *, seed: i
             _raise_if_logits_not_finite(predictions, recorder, rows)
             _backward_from_samples(predictions, generator)
             num_scored += int(predictions.shape[0])
-            _raise_if_gradients_not_finite(recorder, rows)
             stage.advance(rows.stop - rows.start)
+    _raise_if_gradients_not_finite(recorder)
     return _assemble(recorder, num_scored)
 
 
@@ -194,54 +241,44 @@ def _backward_from_samples(predictions: Tensor, generator: torch.Generator) -> N
 def _raise_if_logits_not_finite(predictions: Tensor, recorder: _Recorder, rows: slice) -> None:
     if bool(torch.isfinite(predictions.detach()).all()):
         return
-    inputs = {name: recorder.x[batches[-1]] for name, batches in recorder.inputs_of.items()}
-    first = next((name for name, x in inputs.items() if not bool(torch.isfinite(x).all())), "the output head")
+    first = next((name for name, x in recorder.x.items() if not _is_finite(x.tensor)), "the output head")
     raise ModelError(
         f"the input of {first} is not finite in calibration sequences {rows.start} to {rows.stop - 1}; the model "
         "overflows on this text: check the checkpoint, or calibrate on other text"
     )
 
 
-def _raise_if_gradients_not_finite(recorder: _Recorder, rows: slice) -> None:
+def _raise_if_gradients_not_finite(recorder: _Recorder) -> None:
     for name, gradients in recorder.gradients.items():
-        if gradients[-1].numel() and not bool(torch.isfinite(gradients[-1].sum(dtype=torch.float32))):
+        if not _is_finite(gradients.tensor):
             raise ModelError(
-                f"the gradient at {name} is not finite in calibration sequences {rows.start} to {rows.stop - 1}; the "
-                "model overflows on this text: check the checkpoint, or calibrate on other text"
+                f"the gradient at {name} is not finite on the calibration text; the model overflows in the backward "
+                "pass: check the checkpoint, or calibrate on other text"
             )
 
 
+def _is_finite(values: Tensor) -> bool:
+    return bool(torch.isfinite(values.sum(dtype=torch.float32)))
+
+
 def _assemble(recorder: _Recorder, num_scored: int) -> Statistics:
-    shared: dict[tuple[int, ...], Inputs] = {}
-    matrices: dict[str, MatrixStatistics] = {}
-    for name, batches in recorder.inputs_of.items():
-        key = tuple(batches)
-        if key not in shared:
-            shared[key] = _join_inputs(recorder, batches)
-        matrices[name] = MatrixStatistics(inputs=shared[key], g_TN=_join_gradients(recorder, name))
-    embeddings = {
-        name: EmbeddingStatistics(ids_T=torch.cat(ids), g_TH=_join_gradients(recorder, name))
-        for name, ids in recorder.ids.items()
+    inputs = {
+        name: Inputs(
+            x_TK=x.tensor,
+            unrounded_RK=torch.cat(recorder.unrounded.pop(name)),
+            unrounded_rows=torch.cat(recorder.unrounded_rows.pop(name)),
+        )
+        for name, x in recorder.x.items()
     }
-    heads = {name: torch.cat(parts) for name, parts in recorder.head_inputs.items()}
-    return Statistics(num_scored=num_scored, matrices=matrices, embeddings=embeddings, heads=heads)
-
-
-def _join_gradients(recorder: _Recorder, name: str) -> Tensor:
-    return torch.cat(recorder.gradients.pop(name))
-
-
-def _join_inputs(recorder: _Recorder, batches: list[int]) -> Inputs:
-    offsets = [0]
-    for batch in batches:
-        offsets.append(offsets[-1] + recorder.x[batch].shape[0])
-    joined = Inputs(
-        x_TK=torch.cat([recorder.x[batch] for batch in batches]),
-        unrounded_RK=torch.cat([recorder.unrounded[batch] for batch in batches]),
-        unrounded_rows=torch.cat(
-            [recorder.rows[batch] + offset for batch, offset in zip(batches, offsets[:-1], strict=True)]
-        ),
+    return Statistics(
+        num_scored=num_scored,
+        matrices={
+            name: MatrixStatistics(inputs=inputs[reader], g_TN=recorder.gradients[name].tensor)
+            for name, reader in recorder.first_reader.items()
+        },
+        embeddings={
+            name: EmbeddingStatistics(ids_T=torch.cat(ids), g_TH=recorder.gradients[name].tensor)
+            for name, ids in recorder.ids.items()
+        },
+        heads={name: torch.cat(parts) for name, parts in recorder.head_inputs.items()},
     )
-    for batch in batches:
-        recorder.x[batch] = recorder.unrounded[batch] = torch.empty(0)
-    return joined

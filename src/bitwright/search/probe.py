@@ -83,9 +83,7 @@ def probe(
     return replace(problem, correction=correction), tuple(predictions)
 
 
-def measure_roles(
-    problem: Problem, assignment: Assignment, meter: Meter, progress: Progress
-) -> tuple[Prediction, ...]:
+def measure_roles(problem: Problem, assignment: Assignment, meter: Meter, progress: Progress) -> tuple[Prediction, ...]:
     """Every role alone, all its sites as assigned: what each part of a plan costs, predicted and measured."""
     count = min(ROLE_PROBE_SEQUENCES, meter.reference.text.num_sequences)
     by_role: dict[str, list[Site]] = {}
