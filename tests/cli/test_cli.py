@@ -25,7 +25,8 @@ from bitwright.cli.optimize import default_folder, optimize_command
 from bitwright.cli.progress import Bars
 from bitwright.errors import ModelError
 from bitwright.plan import Budget, Measured, load_plan, write_plan
-from bitwright.report import render_report
+from bitwright.report import render_report, total_roles
+from bitwright.report.units import spell_bytes, spell_number
 
 
 @pytest.fixture(autouse=True)
@@ -227,12 +228,58 @@ def test_show(folder: Path, capsys):
     assert max(map(len, table.splitlines())) <= 80
     assert "KL predicted" in table and "KL measured" in table
     assert "weights already lie on a 4-bit grid of 32" in table
+    assert plan.hardware_reason in table
+    assert "time (predicted)" in table
     assert "\x1b" not in table
     assert main(["show", str(folder / "plan.json"), "--sites"]) == 0
     table = capsys.readouterr().out
     assert all(site.name in table for site in plan.sites)
+    head = table.splitlines()[0]
+    assert "KL predicted" in head and "measured" not in head
     assert main(["show", str(folder), "--json"]) == 0
     assert capsys.readouterr().out == plan.to_json()
+
+
+def line_cells(table: str, *start: str) -> list[str]:
+    """The cells of the one line of a table that starts with the cells ``start``."""
+    lines = [re.split(r" {2,}|(?<=\d) (?=\d)", line.strip()) for line in table.splitlines()]
+    (cells,) = [cells for cells in lines if cells[: len(start)] == list(start)]
+    return cells
+
+
+def test_measured_kl_stands_beside_the_predicted_one(tmp_path: Path, capsys):
+    """A role of one choice has it in its line, a role of several in the line after them; the plan in the last line."""
+    plan = make_plan(num_layers=1)
+    planned = {point.role: point for point in plan.predictions if point.kind == "plan_role"}
+    write_plan(plan, tmp_path / "uniform")
+    main(["show", "uniform"])
+    table = capsys.readouterr().out
+    assert "together" not in table
+    for role, point in planned.items():
+        figures = [spell_number(point.predicted_kl), spell_number(point.measured_kl)]
+        assert line_cells(table, role)[-2:] == figures
+    assert line_cells(table, "lm_head")[-2:] == ["0", "–"]
+    assert line_cells(table, "whole plan")[-2:] == [
+        spell_number(plan.summary.predicted_kl),
+        spell_number(plan.measured.kl.mean),
+    ]
+
+    plan = make_plan()
+    write_plan(plan, tmp_path / "mixed")
+    main(["show", "mixed"])
+    table = capsys.readouterr().out
+    mixed = [total for total in total_roles(plan) if len(total.groups) > 1]
+    assert mixed and table.count("together") == len(mixed)
+    for total in mixed:
+        for group in total.groups:
+            assert line_cells(table, total.role, group.choice)[-1] == spell_number(group.predicted_kl)
+        assert line_cells(table, total.role, "together")[2:] == [
+            str(total.num_sites),
+            f"{total.bits:.2f}",
+            spell_bytes(total.num_bytes),
+            spell_number(total.predicted_kl),
+            spell_number(total.measured_kl),
+        ]
 
 
 def test_brackets_in_names_are_text(tmp_path: Path, capsys):

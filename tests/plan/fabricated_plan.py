@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -50,7 +52,6 @@ def make_sites(num_layers: int = 30, seed: int = 0) -> tuple[plans.SiteChoice, .
                     bytes=int(shape[0] * shape[1] * bits / 8),
                     bits=bits,
                     predicted_kl=pain * relative,
-                    measured_kl=pain * relative * math.exp(rng.gauss(0, 0.2)) if layer % 5 == 0 else None,
                 )
             )
     sites.append(
@@ -74,25 +75,52 @@ def make_sites(num_layers: int = 30, seed: int = 0) -> tuple[plans.SiteChoice, .
     return tuple(sites)
 
 
-def make_plan(*, num_layers: int = 30, seed: int = 0, missed: bool = False, **changes: Any) -> plans.Plan:
+def make_predictions(decoder: Sequence[plans.SiteChoice], total_kl: float, seed: int) -> tuple[plans.Prediction, ...]:
+    """Like the search: each role in one scheme, whole assignments, each role as planned, the plan itself."""
     rng = random.Random(seed + 1)
+    pain: dict[str, float] = {}
+    planned: dict[str, float] = {}
+    for site in decoder:
+        pain[site.role] = pain.get(site.role, 0) + site.predicted_kl / SCHEMES[site.scheme][1]
+        planned[site.role] = planned.get(site.role, 0) + site.predicted_kl
+    roles = [
+        plans.Prediction(
+            what=f"{len(decoder) // len(pain)} × {role} in {scheme}",
+            predicted_kl=kl * SCHEMES[scheme][1],
+            measured_kl=kl * SCHEMES[scheme][1] * math.exp(rng.gauss(0, 0.22)),
+            kind="role",
+            scheme=scheme,
+            role=role,
+        )
+        for (role, kl), scheme in zip(pain.items(), itertools.cycle(("int4_g128", "int4_g128", "int8_w")))
+    ]
+    totals = [
+        plans.Prediction(what=f"whole model at {bits:.2f} bits", predicted_kl=kl, measured_kl=kl * ratio, kind="total")
+        for bits, kl, ratio in ((4.14, 0.306, 0.95), (5.65, 0.087, 1.06), (7.72, 0.011, 1.04))
+    ]
+    as_planned = [
+        plans.Prediction(
+            what=f"{role} as planned",
+            predicted_kl=kl,
+            measured_kl=kl * math.exp(rng.gauss(0, 0.1)),
+            kind="plan_role",
+            role=role,
+        )
+        for role, kl in planned.items()
+    ]
+    whole_plan = plans.Prediction(
+        what="the plan, on the final text", predicted_kl=total_kl, measured_kl=total_kl * 1.08, kind="total"
+    )
+    return (*roles, *totals, *as_planned, whole_plan)
+
+
+def make_plan(*, num_layers: int = 30, seed: int = 0, missed: bool = False, **changes: Any) -> plans.Plan:
     sites = make_sites(num_layers, seed)
     decoder = [site for site in sites if site.role != "lm_head"]
     weights = sum(site.shape[0] * site.shape[1] for site in decoder)
     effective_bits = sum(site.bytes for site in decoder) * 8 / weights
     total_kl = sum(site.predicted_kl for site in sites)
     weight_bytes = sum(site.bytes for site in sites) + 70_000
-    predictions = [
-        plans.Prediction(
-            what=f"{site.name} in {scheme}",
-            predicted_kl=site.predicted_kl / SCHEMES[site.scheme][1] * SCHEMES[scheme][1],
-            measured_kl=site.predicted_kl / SCHEMES[site.scheme][1] * SCHEMES[scheme][1] * math.exp(rng.gauss(0, 0.22)),
-            scheme=scheme,
-            role=site.role,
-        )
-        for site in decoder[::7]
-        for scheme in SCHEMES
-    ]
     frontier = []
     for bits in (4.2, 4.4, 4.6, effective_bits, 5.2, 5.8, 6.6, 8.0, 10.0, 14.0):
         kl = total_kl * math.exp(-(bits - effective_bits) * 0.62)
@@ -107,10 +135,6 @@ def make_plan(*, num_layers: int = 30, seed: int = 0, missed: bool = False, **ch
                 chosen=chosen,
             )
         )
-    predictions += [
-        plans.Prediction(what="whole plan", predicted_kl=total_kl, measured_kl=total_kl * 1.08, kind="total"),
-        plans.Prediction(what="every site in int4_g128", predicted_kl=0.27, measured_kl=0.31, kind="total"),
-    ]
     fields: dict[str, Any] = dict(
         model=plans.ModelInfo(
             name="SmolLM2-135M-Instruct",
@@ -162,7 +186,7 @@ def make_plan(*, num_layers: int = 30, seed: int = 0, missed: bool = False, **ch
         ),
         met=not missed,
         frontier=tuple(frontier),
-        predictions=tuple(predictions),
+        predictions=make_predictions(decoder, total_kl, seed),
         repairs=(
             plans.Repair(
                 from_scheme="int4_g128",

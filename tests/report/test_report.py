@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from bitwright.errors import MissingExtra, ReportError
 from bitwright.plan import ModelInfo, SiteChoice
-from bitwright.report import group_sites, render_report, write_report
+from bitwright.report import group_sites, render_report, total_roles, write_report
 from bitwright.report.layer_map import build_layer_map, layer_of
 from bitwright.report.palette import ink_on, scheme_colours
+from bitwright.report.units import spell_number
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -81,6 +82,7 @@ def test_page_states_every_figure(page: bytes):
         plan.decision_hash,
         plan.model.notes[0],
         plan.notes[0],
+        f"for {plan.hardware}: {plan.hardware_reason}",
         "predicted KL (nats per token)",
         "measured KL (nats per token)",
         "effective bits (stored bits per decoder weight)",
@@ -164,8 +166,59 @@ def test_groups_add_up_to_the_plan():
     assert sum(group.num_sites for group in groups) == len(plan.sites)
     assert sum(group.num_bytes for group in groups) == sum(site.bytes for site in plan.sites)
     assert math.fsum(group.predicted_kl for group in groups) == pytest.approx(plan.summary.predicted_kl)
-    assert sum(group.num_measured for group in groups) == sum(site.measured_kl is not None for site in plan.sites)
     assert list(dict.fromkeys(group.role for group in groups)) == list(dict.fromkeys(s.role for s in plan.sites))
+
+
+def test_roles_add_up_to_the_plan_and_carry_their_own_measurement():
+    plan = make_plan()
+    totals = total_roles(plan)
+    assert [total.role for total in totals] == list(dict.fromkeys(site.role for site in plan.sites))
+    assert [group for total in totals for group in total.groups] == list(group_sites(plan))
+    for total in totals:
+        sites = [site for site in plan.sites if site.role == total.role]
+        assert total.num_sites == len(sites)
+        assert total.num_bytes == sum(site.bytes for site in sites)
+        weights = [math.prod(site.shape) for site in sites]
+        bits = math.fsum(site.bits * count for site, count in zip(sites, weights, strict=True))
+        assert total.bits == pytest.approx(bits / sum(weights))
+        assert total.predicted_kl == pytest.approx(math.fsum(site.predicted_kl for site in sites))
+        found = [p for p in plan.predictions if p.what == f"{total.role} as planned"]
+        assert total.measured_kl == (found[0].measured_kl if found else None)
+        assert (total.role == "lm_head") == (total.measured_kl is None)
+
+
+def rows_of_role(page: bytes, role: str) -> list[list[str]]:
+    """The cells of a role's rows in the table of site groups."""
+    table = page.decode().split("<h2>Site groups</h2>")[1].split("</table>")[0]
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr.*?</tr>", table)]
+    cells = [[re.sub("<[^>]*>", "", cell) for cell in row] for row in rows]
+    return [row for row in cells if row and row[0] == role]
+
+
+def test_a_role_of_several_choices_is_measured_together(page: bytes):
+    plan = make_plan()
+    total = next(total for total in total_roles(plan) if len(total.groups) > 1)
+    *choices, together = rows_of_role(page, total.role)
+    assert [row[1] for row in choices] == [group.choice for group in total.groups]
+    assert {row[-1] for row in choices} == {""}
+    assert together[1:3] == ["together", str(total.num_sites)]
+    assert together[-2:] == [spell_number(total.predicted_kl), spell_number(total.measured_kl)]
+    (whole,) = rows_of_role(page, "whole plan")
+    assert whole[-2:] == [spell_number(plan.summary.predicted_kl), spell_number(plan.measured.kl.mean)]
+
+
+def test_a_role_of_one_choice_is_one_row():
+    plan = make_plan(num_layers=1)
+    (row,) = rows_of_role(render_report(plan), "attn.q")
+    (point,) = (p for p in plan.predictions if p.kind == "plan_role" and p.role == "attn.q")
+    assert row[-2:] == [spell_number(point.predicted_kl), spell_number(point.measured_kl)]
+
+
+def test_prediction_plot_tells_kinds_apart(page: bytes):
+    (plot,) = re.findall(r'<svg class="figure" id="figure-predictions".*?</svg>', page.decode(), flags=re.DOTALL)
+    for label in ("one role in int4_g128", "one role in int8_w", "one role as planned", "whole model"):
+        assert f">{label}</text>" in plot
+    assert "one site" not in plot and "other schemes" not in plot
 
 
 def test_map_has_one_cell_per_site_and_none_overlaps():

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bitwright.plan import Measured, Plan
-from bitwright.report.groups import group_sites, spell_choice
+from bitwright.report.groups import spell_choice, total_roles
 from bitwright.report.units import (
     LIMIT_TITLES,
     spell_bytes,
@@ -35,7 +35,7 @@ def new_table(*columns: tuple[str, bool]) -> Table:
 
 
 def print_groups(console: Console, plan: Plan) -> None:
-    """Print one line per role and choice, and the totals."""
+    """Print one line per role and choice, one more where a role has several choices, and the totals."""
     table = new_table(
         ("site group", False),
         ("choice", False),
@@ -45,44 +45,51 @@ def print_groups(console: Console, plan: Plan) -> None:
         ("KL predicted", True),
         ("KL measured", True),
     )
-    for group in group_sites(plan):
-        measured = spell_number(group.measured_kl)
-        if group.measured_kl is not None and group.num_measured < group.num_sites:
-            measured += f" ({group.num_measured})"
-        table.add_row(
-            Text(group.role),
-            Text(group.choice),
-            str(group.num_sites),
-            f"{group.bits:.2f}",
-            spell_bytes(group.num_bytes),
-            spell_number(group.predicted_kl),
-            measured,
-        )
+    for total in total_roles(plan):
+        is_mixed = len(total.groups) > 1
+        for group in total.groups:
+            table.add_row(
+                Text(group.role),
+                Text(group.choice),
+                str(group.num_sites),
+                f"{group.bits:.2f}",
+                spell_bytes(group.num_bytes),
+                spell_number(group.predicted_kl),
+                "" if is_mixed else spell_number(total.measured_kl),
+            )
+        if is_mixed:
+            table.add_row(
+                Text(total.role),
+                Text("together"),
+                str(total.num_sites),
+                f"{total.bits:.2f}",
+                spell_bytes(total.num_bytes),
+                spell_number(total.predicted_kl),
+                spell_number(total.measured_kl),
+            )
     table.add_section()
     table.add_row(
-        Text("total", style="bold"),
+        Text("whole plan", style="bold"),
         "",
         str(len(plan.sites)),
         f"{plan.summary.effective_bits:.2f}",
         spell_bytes(plan.summary.weight_bytes),
         spell_number(plan.summary.predicted_kl),
-        spell_number(plan.measured.kl.mean) if plan.measured else "–",
+        spell_number(plan.measured.kl.mean if plan.measured else None),
     )
     console.print(table)
-    if any(site.measured_kl is not None for site in plan.sites):
-        _say(console, "KL in nats per token. (n): only n sites of the group were measured alone.", style="dim")
+    _say(console, "KL in nats per token. Measured: all sites of one role at once, nothing else.", style="dim")
 
 
 def print_sites(console: Console, plan: Plan) -> None:
     """Print one line per site, in the order of the model."""
-    table = new_table(("site", False), ("choice", False), ("bits", True), ("KL predicted", True), ("measured", True))
+    table = new_table(("site", False), ("choice", False), ("bits", True), ("KL predicted", True))
     for site in plan.sites:
         table.add_row(
             Text(site.name),
             Text(spell_choice(site.scheme, site.rounding, site.transform)),
             f"{site.bits:.2f}",
             spell_number(site.predicted_kl),
-            spell_number(site.measured_kl),
         )
     console.print(table)
 
@@ -90,7 +97,8 @@ def print_sites(console: Console, plan: Plan) -> None:
 def print_summary(console: Console, plan: Plan) -> None:
     """Print what the plan comes to: sizes, measurements, limits, repairs, notes."""
     rows = [
-        ("model", f"{plan.model.name}, {plan.model.params:,} parameters, for {plan.hardware}"),
+        ("model", f"{plan.model.name}, {plan.model.params:,} parameters"),
+        ("hardware", f"{plan.hardware} ({plan.hardware_reason})" if plan.hardware_reason else plan.hardware),
         (
             "weights",
             f"{spell_bytes(plan.summary.weight_bytes)} ({spell_bytes(2 * plan.model.params)} in 16 bits), "

@@ -79,9 +79,8 @@ class SiteChoice(Record):
     bytes: int = Field(ge=0)
     #: Stored bits per weight.
     bits: Number = Field(ge=0)
+    #: KL with this site alone changed.
     predicted_kl: Number
-    #: KL with this site alone changed, where it was measured.
-    measured_kl: Number | None = None
 
 
 class Summary(Record):
@@ -171,14 +170,20 @@ class FrontierPoint(Record):
 
 
 class Prediction(Record):
-    """A predicted KL beside its measurement: one site, a whole role (before correction), or a whole assignment."""
+    """A predicted KL beside its measurement.
 
-    #: "model.layers.3.mlp.down_proj in int4_g128", "whole plan", …
+    ``site``: one site alone. ``role``: all sites of a role in one scheme, predicted before correction.
+    ``plan_role``: all sites of a role as the plan has them, everything else as loaded. ``total``: a whole assignment.
+    """
+
+    #: "30 × attn.q in int4_g128", "attn.q as planned", "whole model at 4.80 bits", …
     what: str
     predicted_kl: Number
     measured_kl: Number
-    kind: Literal["site", "role", "total"] = "site"
+    kind: Literal["site", "role", "plan_role", "total"] = "site"
+    #: Where it is one scheme.
     scheme: str | None = None
+    #: Where it is one role.
     role: str | None = None
 
 

@@ -99,16 +99,18 @@ def draw_predictions(plan: Plan, colours: Mapping[str, str]) -> str | None:
         )
         axes.plot([low, high], [low, high], color=_INK, linewidth=0.9, label="equal (band: a factor of 2)")
         for label, colour, marker, chosen in _series(points, colours):
+            is_total = marker == "*"
             axes.plot(
                 [point.predicted_kl for point in chosen],
                 [point.measured_kl for point in chosen],
                 linestyle="none",
                 marker=marker,
-                markersize=9 if marker == "*" else 5.5,
+                markersize=10 if is_total else 5.5,
                 color=colour,
                 markeredgecolor=_INK,
-                markeredgewidth=0.9 if marker == "*" else 0.35,
+                markeredgewidth=0.35 if marker in "o." else 0.9,
                 label=label,
+                zorder=4 if is_total else 3,
             )
         axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
         axes.set_xlabel("predicted KL (nats per token)")
@@ -118,20 +120,22 @@ def draw_predictions(plan: Plan, colours: Mapping[str, str]) -> str | None:
 
 
 def _series(points: list[Prediction], colours: Mapping[str, str]) -> list[tuple[str, str, str, list[Prediction]]]:
-    """Split points into (label, colour, marker, points): sites and roles by scheme in order of bits, then totals."""
-    sites = [point for point in points if point.kind != "total"]
-    known = [scheme for scheme in colours if any(point.scheme == scheme for point in sites)]
-    series = [
-        (f"one role in {scheme}", colours[scheme], "o", [point for point in sites if point.scheme == scheme])
-        for scheme in known
+    """Split points into (label, colour, marker, points): by scheme in order of bits, roles as planned, whole models."""
+    series = []
+    for kind, marker in (("site", "."), ("role", "o")):
+        alone = [point for point in points if point.kind == kind]
+        series += [
+            (f"one {kind} in {scheme}", colour, marker, [point for point in alone if point.scheme == scheme])
+            for scheme, colour in colours.items()
+        ]
+        series.append(
+            (f"one {kind}, other schemes", _NEUTRAL, marker, [point for point in alone if point.scheme not in colours])
+        )
+    series += [
+        ("one role as planned", _PAPER, "D", [point for point in points if point.kind == "plan_role"]),
+        ("whole model", "#FEDA8B", "*", [point for point in points if point.kind == "total"]),
     ]
-    rest = [point for point in sites if point.scheme not in known]
-    totals = [point for point in points if point.kind == "total"]
-    if rest:
-        series.append(("one role, other schemes", _NEUTRAL, "o", rest))
-    if totals:
-        series.append(("whole model", "#FEDA8B", "*", totals))
-    return series
+    return [row for row in series if row[-1]]
 
 
 def draw_frontier(plan: Plan) -> str | None:

@@ -1,4 +1,8 @@
-"""Sites gathered for reading: all sites of one role with one choice are one line."""
+"""Sites gathered for reading: all sites of one role with one choice are one line, and each role has a total.
+
+A prediction adds up over sites, so every line has one. A measurement does not: a role is measured with all its sites
+changed at once, so only its total has one.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +28,27 @@ class SiteGroup:
     bits: float
     #: Sum over the sites, nats per token.
     predicted_kl: float
-    #: Sum over those sites that were measured alone; None where none was.
-    measured_kl: float | None
-    #: The prediction for those same sites.
-    predicted_kl_of_measured: float | None
-    num_measured: int
 
     @property
     def choice(self) -> str:
         return spell_choice(self.scheme, self.rounding, self.transform)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleTotal:
+    """All sites of one role as the plan has them."""
+
+    role: str
+    #: One for each choice in the role, from the fewest bits to the most.
+    groups: tuple[SiteGroup, ...]
+    num_sites: int
+    num_bytes: int
+    #: Stored bits per weight, over all weights of the role.
+    bits: float
+    #: Sum over the sites, nats per token.
+    predicted_kl: float
+    #: KL with this role alone changed, all its sites at once; None where it was not measured.
+    measured_kl: float | None
 
 
 def spell_choice(scheme: str, rounding: str, transform: str) -> str:
@@ -56,8 +72,6 @@ def group_sites(plan: Plan) -> tuple[SiteGroup, ...]:
     for (role, scheme, rounding, transform), sites in members.items():
         num_weights = sum(math.prod(site.shape) for site in sites)
         num_bytes = sum(site.bytes for site in sites)
-        measured = [site.measured_kl for site in sites if site.measured_kl is not None]
-        predicted = [site.predicted_kl for site in sites if site.measured_kl is not None]
         groups.append(
             SiteGroup(
                 role=role,
@@ -69,12 +83,30 @@ def group_sites(plan: Plan) -> tuple[SiteGroup, ...]:
                 num_bytes=num_bytes,
                 bits=sum(site.bits * math.prod(site.shape) for site in sites) / max(num_weights, 1),
                 predicted_kl=math.fsum(site.predicted_kl for site in sites),
-                measured_kl=math.fsum(measured) if measured else None,
-                predicted_kl_of_measured=math.fsum(predicted) if predicted else None,
-                num_measured=len(measured),
             )
         )
     return tuple(sorted(groups, key=lambda group: (role_order[group.role], group.bits, group.scheme, group.rounding)))
+
+
+def total_roles(plan: Plan) -> tuple[RoleTotal, ...]:
+    """Return the roles in the order of the model, each with its groups and with what was measured of it."""
+    by_role: dict[str, list[SiteGroup]] = defaultdict(list)
+    for group in group_sites(plan):
+        by_role[group.role].append(group)
+    measured = {point.role: point.measured_kl for point in plan.predictions if point.kind == "plan_role"}
+    return tuple(
+        RoleTotal(
+            role=role,
+            groups=tuple(groups),
+            num_sites=sum(group.num_sites for group in groups),
+            num_bytes=sum(group.num_bytes for group in groups),
+            bits=sum(group.bits * group.num_weights for group in groups)
+            / max(sum(group.num_weights for group in groups), 1),
+            predicted_kl=math.fsum(group.predicted_kl for group in groups),
+            measured_kl=measured.get(role),
+        )
+        for role, groups in by_role.items()
+    )
 
 
 def bits_of_schemes(plan: Plan) -> dict[str, float]:

@@ -67,7 +67,7 @@ def describe_site(site: SiteChoice) -> str:
     return (
         f"{site.name}\n{site.scheme}, {site.rounding}, transform {site.transform}\n"
         f"{site.shape[0]} × {site.shape[1]}, {spell_number(site.bits)} bits per weight, {spell_bytes(site.bytes)}\n"
-        f"predicted KL {spell_number(site.predicted_kl)}, alone measured {spell_number(site.measured_kl)}\n"
+        f"predicted KL {spell_number(site.predicted_kl)}\n"
         f"{site.reason}"
     )
 

@@ -17,7 +17,7 @@ from bitwright.errors import MissingExtra, ReportError
 from bitwright.plan import Plan
 from bitwright.report import units
 from bitwright.report.figures import draw_frontier, draw_predictions, draw_site_errors
-from bitwright.report.groups import bits_of_schemes, group_sites
+from bitwright.report.groups import bits_of_schemes, total_roles
 from bitwright.report.layer_map import build_layer_map
 from bitwright.report.palette import ink_on, scheme_colours
 
@@ -87,7 +87,7 @@ def _context(plan: Plan) -> dict[str, Any]:
     total = max(sum(weights.values()), 1)
     return {
         "plan": plan,
-        "groups": group_sites(plan),
+        "roles": total_roles(plan),
         "legend": [
             {
                 "scheme": scheme,
