@@ -124,7 +124,7 @@ def test_damage_is_the_mean_square_output_error_of_each_group(width: int, column
     padded[:, :columns] = x.numpy()
     grouped = padded.reshape(-1, num_groups, width)
     expected = np.square(np.einsum("tgi,ngi->tng", grouped, error.double().numpy())).mean(axis=0)
-    found = InputMoment.of(x).damage(error)[..., 0].numpy()
+    found = InputMoment.of(x).damage(error.transpose(0, 1).contiguous())[..., 0].T.numpy()
     assert found == pytest.approx(expected, rel=2e-4, abs=1e-6)
 
 
@@ -132,7 +132,7 @@ def test_damage_of_whole_rows_is_weighted_by_the_diagonal() -> None:
     x = correlated_inputs(3 * BLOCK - 10)
     error = torch.randn(4, 1, 3 * BLOCK - 10, generator=torch.Generator().manual_seed(3))
     expected = (error[:, 0].double().square() * x.double().square().mean(0)).sum(-1)
-    assert InputMoment.of(x).damage(error)[:, 0, 0].numpy() == pytest.approx(expected.numpy(), rel=1e-4)
+    assert InputMoment.of(x).damage(error.transpose(0, 1))[0, :, 0].numpy() == pytest.approx(expected.numpy(), rel=1e-4)
 
 
 def test_token_weights_count_relative_to_their_mean() -> None:

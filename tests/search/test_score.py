@@ -100,6 +100,24 @@ def test_windows_sum_before_they_square(num_tokens: int) -> None:
     assert found == pytest.approx(0.5 * sum(windows) / num_tokens, rel=0.02)
 
 
+@pytest.fixture(autouse=True)
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed forms are held against products in fp32; one test says how far those in bf16 may lie off."""
+    monkeypatch.setattr(score_module, "_product_dtype", lambda: torch.float32)
+
+
+def test_products_in_bf16_move_a_score_by_less_than_half_a_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, statistics, _, _ = softmax_statistics()
+    candidates = candidates_of(["int4_g32", "int8_w", "bf16", "fp6_w"])
+    exact = scores_of(model, statistics, *candidates)
+    monkeypatch.setattr(score_module, "_product_dtype", lambda: torch.bfloat16)
+    rounded = scores_of(model, statistics, *candidates)
+    assert rounded == pytest.approx(exact, rel=5e-3)
+    assert rounded != exact
+    for candidate in candidates:  # to the last bit here too
+        assert scores_of(model, statistics, candidate)[candidate] == rounded[candidate]
+
+
 def test_one_candidate_scores_as_it_does_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last bit, or a cache filled by other schemes would give another plan; blocks of rows only to rounding."""
     model, statistics, _, _ = softmax_statistics()

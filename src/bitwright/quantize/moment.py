@@ -39,20 +39,20 @@ class InputMoment:
         return InputMoment(blocks=torch.bmm(weighted.transpose(1, 2), x_BTI) / num_tokens)
 
     def damage(self, error: Tensor) -> Tensor:
-        """eᵀ H e of every group: errors fp32 [N, G, g] → [N, G, 1].
+        """eᵀ H e of every group: errors fp32 [G, N, g], groups first → [G, N, 1].
 
         Groups that do not tile a block (a whole row) are weighted by the diagonal of H alone. The filling of a short
         last group counts nothing.
         """
-        num_groups, width = error.shape[1:]
+        num_groups, _, width = error.shape
         if BLOCK % width == 0:
             blocks = self._group_blocks(width)[:num_groups]
-            return (torch.bmm(error.transpose(0, 1), blocks).transpose(0, 1) * error).sum(-1, keepdim=True)
+            return torch.linalg.vecdot(torch.bmm(error, blocks), error).unsqueeze(-1)
         diagonal = torch.diagonal(self.blocks, dim1=1, dim2=2).reshape(-1)
         needed = num_groups * width
         if diagonal.numel() < needed:
             diagonal = torch.cat([diagonal, diagonal.new_zeros(needed - diagonal.numel())])
-        return (error.square() * diagonal[:needed].reshape(1, num_groups, width)).sum(-1, keepdim=True)
+        return (error.square() * diagonal[:needed].reshape(num_groups, 1, width)).sum(-1, keepdim=True)
 
     def _group_blocks(self, width: int) -> Tensor:
         """The sub-blocks of `width` columns along the diagonal, [groups, width, width]."""

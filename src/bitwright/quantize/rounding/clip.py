@@ -74,12 +74,13 @@ class ClipSearch:
 def best_scales(weight_NK: Tensor, scheme: TensorScheme, moment: InputMoment) -> Scales:
     """The stored scales (and offsets) [N, G, 1] that do the least damage; the first of equals wins."""
     assert scheme.scaling is not None
-    grouped = to_groups(weight_NK, scheme.scaling.granularity)
-    tried = _tried_scales(grouped, scheme)
+    # groups first: their errors then meet their block of the moment without being copied
+    groups_GNg = to_groups(weight_NK, scheme.scaling.granularity).transpose(0, 1).contiguous()
+    tried = _tried_scales(groups_GNg, scheme)
     best = next(tried)
-    least = moment.damage(_error(grouped, best, scheme))
+    least = moment.damage(_error(groups_GNg, best, scheme))
     for scales in tried:
-        damage = moment.damage(_error(grouped, scales, scheme))
+        damage = moment.damage(_error(groups_GNg, scales, scheme))
         better = damage < least
         least = torch.where(better, damage, least)
         best = Scales(
@@ -89,21 +90,27 @@ def best_scales(weight_NK: Tensor, scheme: TensorScheme, moment: InputMoment) ->
             else torch.where(better, scales.offset, best.offset),
             tensor_scale=None,
         )
-    return best
+    return Scales(
+        scale=best.scale.transpose(0, 1),
+        offset=None if best.offset is None else best.offset.transpose(0, 1),
+        tensor_scale=None,
+    )
 
 
-def _tried_scales(grouped: Tensor, scheme: TensorScheme) -> Iterator[Scales]:
+def _tried_scales(groups_GNg: Tensor, scheme: TensorScheme) -> Iterator[Scales]:
     assert scheme.scaling is not None
-    yield find_scales(grouped, scheme.format, scheme.scaling)
+    # a group's scales depend on its two ends alone, which are sought once
+    ends_GN2 = torch.cat(torch.aminmax(groups_GNg, dim=-1, keepdim=True), dim=-1) if groups_GNg.numel() else groups_GNg
+    yield find_scales(ends_GN2, scheme.format, scheme.scaling)
     for ratio in SHRINK_GRID:
         if scheme.scaling.symmetry == "symmetric":
-            yield full_range_scales(grouped, scheme.format, scheme.scaling, ratio)
+            yield full_range_scales(ends_GN2, scheme.format, scheme.scaling, ratio)
         elif ratio != 1.0:
-            yield find_scales(grouped, scheme.format, scheme.scaling, ratio)
+            yield find_scales(ends_GN2, scheme.format, scheme.scaling, ratio)
 
 
-def _error(grouped: Tensor, scales: Scales, scheme: TensorScheme) -> Tensor:
-    return to_values(to_codes(grouped, scales, scheme), scales, scheme).sub_(grouped)
+def _error(groups_GNg: Tensor, scales: Scales, scheme: TensorScheme) -> Tensor:
+    return to_values(to_codes(groups_GNg, scales, scheme), scales, scheme).sub_(groups_GNg)
 
 
 ROUNDINGS = (ClipSearch(),)
