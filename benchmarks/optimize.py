@@ -253,7 +253,7 @@ def random_assignment(problem: Any, budget_bytes: float, seed: int) -> dict[str,
 def measure_quality() -> None:
     """The solved plan at 4.8 effective bits against 20 random ones of equal size, and int8_w everywhere."""
     from bitwright.plan import Budget
-    from bitwright.search.score import Candidate
+    from bitwright.search.candidate import Candidate
 
     results = {}
     for model in ("demo-dithered", "demo"):

@@ -13,7 +13,7 @@ import torch
 from bitwright.errors import DataError
 from bitwright.quantize.moment import InputMoment
 from bitwright.search.cache import Cache, default_folder, open_cache
-from bitwright.search.score import Candidate
+from bitwright.search.candidate import Candidate
 
 CLIP = Candidate(scheme="int4_g32", rounding="clip")
 

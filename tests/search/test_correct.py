@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bitwright.models.sites import Site
+from bitwright.search.candidate import Candidate
 from bitwright.search.correct import PROBE_KL, Correction, Probe, choose_role_probes, fit_roles
-from bitwright.search.score import Candidate
 
 positive = st.floats(-6, 2).map(lambda exponent: 10.0**exponent)
 totals = st.lists(st.tuples(positive, positive), max_size=6)

@@ -13,10 +13,12 @@ from bitwright.plan import Budget
 from bitwright.quantize import SCHEMES, dequantize, quantize
 from bitwright.search import repetition
 from bitwright.search.calibrate import calibrate
+from bitwright.search.candidate import Candidate
 from bitwright.search.compare import compare, run_logits, run_reference
 from bitwright.search.optimize import optimize
 from bitwright.search.price import END_ROLES
-from bitwright.search.score import Candidate, score, site_moments
+from bitwright.search.quantizer import Quantizer
+from bitwright.search.score import score, site_moments
 from bitwright.search.text import split_text
 
 pytestmark = [pytest.mark.demo, pytest.mark.slow]
@@ -55,7 +57,7 @@ def test_predictions_agree_with_measurements(dithered_demo_model: Any) -> None:
     assert weights is not None
     text = text_set(splits.repair.input_ids[:8], splits.repair.scored[:8])
     reference = run_reference(model, text, NoStage())
-    for site, found in score(model, sites, statistics, site_moments(sites, statistics), [candidate]):
+    for site, found in score(model, sites, statistics, Quantizer(moments=site_moments(sites, statistics)), [candidate]):
         weight = site_weight(model, site)
         original = weight.clone()
         weight.copy_(dequantize(quantize(original.contiguous(), weights)))

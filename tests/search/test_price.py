@@ -12,8 +12,8 @@ from tiny_search import ARCHITECTURES, DEVICE
 from bitwright import hardware
 from bitwright.models import find_sites
 from bitwright.models.loaded import LoadedModel, from_memory
+from bitwright.search.candidate import Candidate
 from bitwright.search.price import AS_LOADED, END_ROLES, Prices, predict_latency, price_model
-from bitwright.search.score import Candidate
 
 Make = Callable[[str], tuple[LoadedModel, Prices]]
 

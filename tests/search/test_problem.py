@@ -13,10 +13,10 @@ from tiny_search import ARCHITECTURES, SCHEMES, made_up_scores, problem_of
 from bitwright.models import find_sites
 from bitwright.models.loaded import LoadedModel, from_memory
 from bitwright.plan import Budget
+from bitwright.search.candidate import Candidate, candidates_of
 from bitwright.search.correct import Correction
 from bitwright.search.price import AS_LOADED, END_ROLES, price_model
 from bitwright.search.problem import build_problem
-from bitwright.search.score import Candidate, candidates_of
 
 
 @pytest.fixture

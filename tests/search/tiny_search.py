@@ -16,10 +16,11 @@ from bitwright.models import Site, find_sites
 from bitwright.models.loaded import LoadedModel
 from bitwright.plan import Budget
 from bitwright.quantize import SCHEMES as SCHEME_RECORDS
+from bitwright.search.candidate import Candidate, candidates_of
 from bitwright.search.correct import Correction
 from bitwright.search.price import price_model
 from bitwright.search.problem import Problem, build_problem
-from bitwright.search.score import Candidate, Scores, candidates_of
+from bitwright.search.score import Scores
 from bitwright.search.text import TextSet
 
 #: A device by name, so that no test depends on the machine.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bitwright.quantize.scaling import Scales
 from bitwright.quantize.scheme import TensorScheme
 
 
@@ -29,6 +30,16 @@ class QTensor:
     offsets_NG: Tensor | None = None
     #: Second-level scale, fp32 0-d; None unless the scheme has one.
     tensor_scale: Tensor | None = None
+
+    @property
+    def scales(self) -> Scales:
+        """Stored scales and offsets, [N, G, 1], as `quantize` takes them."""
+        assert self.scales_NG is not None
+        return Scales(
+            scale=self.scales_NG.unsqueeze(-1),
+            offset=None if self.offsets_NG is None else self.offsets_NG.unsqueeze(-1),
+            tensor_scale=self.tensor_scale,
+        )
 
     def dequantize(self) -> Tensor:
         """Values, fp32 [N, K], by the formula of the scheme's symmetry."""

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bitwright.errors import DataError
 from bitwright.quantize.moment import InputMoment
-from bitwright.search.score import Candidate
+from bitwright.search.candidate import Candidate
 
 #: Raise this when scores of the same inputs would come out different.
 ESTIMATOR_VERSION = 3

@@ -25,7 +25,8 @@ import numpy as np
 
 from bitwright.models import Site
 from bitwright.quantize import SCHEMES
-from bitwright.search.score import Candidate, Scores
+from bitwright.search.candidate import Candidate
+from bitwright.search.score import Scores
 
 #: Predicted KL that a role's probe aims for, nats per token.
 PROBE_KL = 0.03

@@ -24,11 +24,11 @@ from bitwright.plan import (
 )
 from bitwright.quantize import ROUNDINGS, SCHEMES
 from bitwright.search.explain import reason_for
-from bitwright.search.measure import Quantizer
 from bitwright.search.mend import Mended
 from bitwright.search.price import AS_LOADED, Assignment, predict_latency
 from bitwright.search.problem import Problem
 from bitwright.search.progress import Progress
+from bitwright.search.quantizer import Quantizer
 from bitwright.search.settings import Settings
 from bitwright.search.solve import front
 from bitwright.search.subject import Subject

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bitwright.models import Site
+from bitwright.search.candidate import Candidate
 from bitwright.search.mend import Mended
 from bitwright.search.price import AS_LOADED, END_ROLES
-from bitwright.search.score import Candidate
 from bitwright.search.solve import undominated
 
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from bitwright.models import Site
-from bitwright.quantize.moment import InputMoment
 from bitwright.search.cache import Cache
 from bitwright.search.calibrate import calibrate
+from bitwright.search.candidate import Candidate
 from bitwright.search.progress import Progress
-from bitwright.search.score import Candidate, Scores, score, site_moments
+from bitwright.search.quantizer import Quantizer
+from bitwright.search.score import Scores, score, site_moments
 from bitwright.search.text import TextSet
 
 
@@ -25,8 +26,8 @@ class Learned:
 
     #: Site → candidate → predicted KL before probes; sites that no token reached are absent.
     scores: Scores
-    #: Site → second moment of its inputs.
-    moments: dict[str, InputMoment]
+    #: Finds the codes of every choice.
+    quantizer: Quantizer
 
 
 def learn(
@@ -42,13 +43,15 @@ def learn(
     """Scores of `candidates` at `sites`."""
     known, moments = cache.read_scores(), cache.read_moments()
     missing = [c for c in candidates if c not in known] if moments else list(candidates)
+    quantizer = Quantizer(moments=moments)
     if missing:
         with progress.stage("calibrate", text.num_sequences) as stage:
             statistics = calibrate(model, sites, text, seed=seed, stage=stage)
         moments = site_moments(sites, statistics)
+        quantizer = Quantizer(moments=moments)
         found_now: dict[Candidate, dict[str, float]] = {c: {} for c in missing}
         with progress.stage("score", len(sites)) as stage:
-            for site, scores in score(model, sites, statistics, moments, missing):
+            for site, scores in score(model, sites, statistics, quantizer, missing):
                 for candidate, kl in scores.items():
                     found_now[candidate][site.name] = kl
                 stage.advance()
@@ -61,5 +64,5 @@ def learn(
             for site in sites
             if all(site.name in known[c] for c in candidates)
         },
-        moments=moments,
+        quantizer=quantizer,
     )

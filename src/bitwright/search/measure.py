@@ -6,47 +6,19 @@ The same assignment on the same text is measured once: results are kept by a dig
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from bitwright.inference import SiteRule, emulate
+from bitwright.inference import emulate
 from bitwright.models import Site
-from bitwright.quantize import ROUNDINGS, SCHEMES, QTensor
-from bitwright.quantize.moment import InputMoment
 from bitwright.search.cache import Cache
 from bitwright.search.compare import Reference, TokenEffects, compare, run_logits
 from bitwright.search.price import AS_LOADED, Assignment
 from bitwright.search.progress import Stage
-from bitwright.search.score import Candidate
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Quantizer:
-    """Finds the codes of any choice, given what calibration learned of the inputs."""
-
-    #: Site → second moment of its inputs.
-    moments: Mapping[str, InputMoment]
-
-    def quantize(self, site_name: str, choice: Candidate, weight_NK: Tensor) -> QTensor:
-        """Codes of one site's fp32 weight [N, K]."""
-        weights = SCHEMES[choice.scheme].weights
-        assert weights is not None, "a site that stays as loaded has no codes"
-        return ROUNDINGS[choice.rounding].quantize(weight_NK, weights, self.moments.get(site_name))
-
-    def rules(self, assignment: Assignment) -> dict[str, SiteRule]:
-        """What `emulate` needs to run an assignment."""
-        return {
-            name: self._rule(name, choice) for name, choice in assignment.items() if choice.scheme != AS_LOADED.scheme
-        }
-
-    def _rule(self, site_name: str, choice: Candidate) -> SiteRule:
-        return SiteRule(
-            quantize_weight=lambda weight_NK: self.quantize(site_name, choice, weight_NK).dequantize(),
-            activations=SCHEMES[choice.scheme].activations,
-        )
+from bitwright.search.quantizer import Quantizer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 
 from bitwright.plan import Budget, Repair
 from bitwright.search.bootstrap import kl_estimate, ppl_ratio_estimate
+from bitwright.search.candidate import Candidate
 from bitwright.search.compare import TokenEffects
 from bitwright.search.measure import Meter
 from bitwright.search.price import Assignment
 from bitwright.search.problem import Problem
 from bitwright.search.progress import Progress
-from bitwright.search.score import Candidate
 from bitwright.search.solve import Solution, undominated
 
 #: How often an assignment is measured whole, at most.

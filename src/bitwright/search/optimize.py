@@ -16,7 +16,7 @@ from bitwright.plan import Budget, Plan, Prediction
 from bitwright.search.clock import Clock
 from bitwright.search.draft import draft_plan
 from bitwright.search.learn import Learned, learn
-from bitwright.search.measure import Meter, Quantizer
+from bitwright.search.measure import Meter
 from bitwright.search.mend import mend
 from bitwright.search.price import END_ROLES
 from bitwright.search.probe import measure_roles, probe
@@ -131,7 +131,7 @@ def open_meter(subject: Subject, learned: Learned, progress: Progress) -> Meter:
     return Meter(
         model=subject.loaded.model,
         sites=subject.sites,
-        quantizer=Quantizer(moments=learned.moments),
+        quantizer=learned.quantizer,
         reference=known_reference(subject, subject.splits.repair, progress),
         cache=subject.cache,
     )

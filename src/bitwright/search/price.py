@@ -18,7 +18,7 @@ from bitwright.models import Site
 from bitwright.models.loaded import LoadedModel
 from bitwright.plan import Latency
 from bitwright.quantize import SCHEMES
-from bitwright.search.score import Candidate
+from bitwright.search.candidate import Candidate
 
 #: Roles that are no part of the decoder's linear weights.
 END_ROLES = frozenset({"embedding", "lm_head"})

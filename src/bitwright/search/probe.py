@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from bitwright.models import Site
 from bitwright.plan import Prediction
+from bitwright.quantize import SCHEMES
 from bitwright.search.correct import Probe, choose_role_probes, fit_roles
 from bitwright.search.learn import Learned
 from bitwright.search.measure import Meter
@@ -87,9 +88,10 @@ def measure_roles(problem: Problem, assignment: Assignment, meter: Meter, progre
     """Every role alone, all its sites as assigned: what each part of a plan costs, predicted and measured."""
     count = min(ROLE_PROBE_SEQUENCES, meter.reference.text.num_sequences)
     by_role: dict[str, list[Site]] = {}
+    joint = _roles_with_one_input(problem.prices.sites, assignment)
     for site in problem.prices.sites:
         if assignment[site.name] != AS_LOADED:
-            by_role.setdefault(site.role, []).append(site)
+            by_role.setdefault(joint.get(site.role, site.role), []).append(site)
     predictions = []
     with progress.stage("measure each role", count * len(by_role)) as stage:
         for role, sites in by_role.items():
@@ -104,6 +106,16 @@ def measure_roles(problem: Problem, assignment: Assignment, meter: Meter, progre
                 )
             )
     return tuple(predictions)
+
+
+def _roles_with_one_input(sites: Sequence[Site], assignment: Assignment) -> dict[str, str]:
+    """Role → "attn.q + attn.k + attn.v" where rows of a fused matrix round their one input and so run together."""
+    rounding = [s for s in sites if s.tied_group and SCHEMES[assignment[s.name].scheme].activations is not None]
+    joint: dict[str, str] = {}
+    for group in dict.fromkeys(site.tied_group for site in rounding):
+        roles = list(dict.fromkeys(site.role for site in sites if site.tied_group == group))
+        joint |= dict.fromkeys(roles, " + ".join(roles))
+    return joint
 
 
 def _spread_over(points: Sequence[Solution], kls: Sequence[float]) -> list[Solution]:

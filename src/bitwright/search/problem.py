@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from bitwright.models import Site
 from bitwright.plan import Budget
+from bitwright.search.candidate import Candidate
 from bitwright.search.correct import Correction
 from bitwright.search.price import AS_LOADED, END_ROLES, Assignment, Prices
-from bitwright.search.score import Candidate, Scores
+from bitwright.search.score import Scores
 from bitwright.search.solve import Option, Solution, solve
 
 

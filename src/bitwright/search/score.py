@@ -26,18 +26,19 @@ Legend: T tokens, N outputs, K inputs, C candidates, R sampled tokens, W windows
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from bitwright.models.linear_calls import matrices_of
 from bitwright.models.sites import Site, site_weight
-from bitwright.quantize import ROUNDINGS, SCHEMES, fake_quantize
+from bitwright.quantize import SCHEMES, fake_quantize
 from bitwright.quantize.moment import InputMoment
 from bitwright.quantize.scheme import TensorScheme
 from bitwright.search.calibrate import EmbeddingStatistics, MatrixStatistics, Statistics
+from bitwright.search.candidate import Candidate
+from bitwright.search.quantizer import Quantizer
 
 #: Tokens whose errors are summed before squaring.
 WINDOW_TOKENS = 32
@@ -49,41 +50,15 @@ _ERROR_BATCH = 16
 _ERROR_NUMBERS = 128 << 20
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class Candidate:
-    """A choice that can be made at a site."""
-
-    scheme: str
-    rounding: str = "rtn"
-    transform: str = "none"
-
-    def __str__(self) -> str:
-        return self.scheme if self.rounding == "rtn" else f"{self.scheme} {self.rounding}"
-
-
 #: site name → candidate → predicted KL, nats per token, before probes correct it. NaN: the candidate is unusable there.
 Scores = dict[str, dict[Candidate, float]]
-
-
-def candidates_of(schemes: Sequence[str]) -> tuple[Candidate, ...]:
-    """Every scheme with every rounding that applies to it."""
-    found = []
-    for name in schemes:
-        weights = SCHEMES[name].weights
-        assert weights is not None, f"{name} is no choice"
-        found += [
-            Candidate(scheme=name, rounding=rounding.name)
-            for rounding in sorted(ROUNDINGS.values(), key=lambda r: (r.needs_data, r.name))
-            if rounding.applies_to(weights)
-        ]
-    return tuple(found)
 
 
 def score(
     model: nn.Module,
     sites: Sequence[Site],
     statistics: Statistics,
-    moments: Mapping[str, InputMoment],
+    quantizer: Quantizer,
     candidates: Sequence[Candidate],
 ) -> Iterator[tuple[Site, dict[Candidate, float]]]:
     """Predicted KL of every candidate at every site that calibration reached, site by site.
@@ -92,18 +67,21 @@ def score(
     """
     for matrix in matrices_of(sites):
         for site in matrix.sites:
-            moment = moments.get(site.name)
-            if moment is None:
+            if site.name not in quantizer.moments:
                 continue
-            weight_NK = site_weight(model, site)
+            weight_NK = site_weight(model, site).contiguous()
+
+            def error_of(candidate: Candidate, site: Site = site, weight_NK: Tensor = weight_NK) -> Tensor:
+                return quantizer.quantize(site.name, candidate, weight_NK).dequantize() - weight_NK
+
             if site.role == "lm_head":
-                yield site, _score_head(weight_NK, statistics, matrix.name, moment, candidates)
+                yield site, _score_head(weight_NK, error_of, statistics, matrix.name, candidates)
             elif matrix.name in statistics.embeddings:
                 found = statistics.embeddings[matrix.name]
-                yield site, _score_embedding(weight_NK, found, moment, statistics.num_scored, candidates)
+                yield site, {c: _embedding_kl(error_of(c), found, statistics.num_scored) for c in candidates}
             else:
                 linear = statistics.matrices[matrix.name]
-                yield site, _score_linear(weight_NK, site, linear, moment, statistics.num_scored, candidates)
+                yield site, _score_linear(weight_NK, error_of, site, linear, statistics.num_scored, candidates)
 
 
 def site_moments(sites: Sequence[Site], statistics: Statistics) -> dict[str, InputMoment]:
@@ -127,29 +105,21 @@ def site_moments(sites: Sequence[Site], statistics: Statistics) -> dict[str, Inp
     return moments
 
 
-def candidate_error(weight_NK: Tensor, candidate: Candidate, moment: InputMoment | None) -> Tensor:
-    """E = Q(W) − W of one candidate, fp32 [N, K]."""
-    scheme = SCHEMES[candidate.scheme].weights
-    assert scheme is not None
-    return ROUNDINGS[candidate.rounding].quantize(weight_NK, scheme, moment).dequantize() - weight_NK
-
-
 def _score_linear(
     weight_NK: Tensor,
+    error_of: Callable[[Candidate], Tensor],
     site: Site,
     found: MatrixStatistics,
-    moment: InputMoment,
     num_scored: int,
     candidates: Sequence[Candidate],
 ) -> dict[Candidate, float]:
-    weight_NK = weight_NK.contiguous()
     first, last = site.rows or (0, found.g_TN.shape[1])
     g_TN = found.g_TN[:, first:last]
     scores = dict.fromkeys(candidates, 0.0)
     per_batch = max(1, _ERROR_NUMBERS // weight_NK.numel())
     for start in range(0, len(candidates), per_batch):
         batch = candidates[start : start + per_batch]
-        errors = [candidate_error(weight_NK, c, moment) for c in batch]
+        errors = [error_of(candidate) for candidate in batch]
         for candidate, kl in zip(batch, _window_kls(g_TN, found.inputs.x_TK, errors, num_scored), strict=True):
             scores[candidate] = kl
     shares = _activation_kls(weight_NK, g_TN, found, num_scored, candidates)
@@ -214,16 +184,6 @@ def _activation_kls(
     return shares
 
 
-def _score_embedding(
-    weight_VH: Tensor,
-    found: EmbeddingStatistics,
-    moment: InputMoment,
-    num_scored: int,
-    candidates: Sequence[Candidate],
-) -> dict[Candidate, float]:
-    return {c: _embedding_kl(candidate_error(weight_VH, c, moment), found, num_scored) for c in candidates}
-
-
 def _embedding_kl(error_VH: Tensor, found: EmbeddingStatistics, num_scored: int) -> float:
     change_T = (error_VH[found.ids_T] * found.g_TH.float()).sum(-1, keepdim=True)
     return float(_windows(change_T).sum((1, 2)).double().square().sum()) / (2 * num_scored)
@@ -231,9 +191,9 @@ def _embedding_kl(error_VH: Tensor, found: EmbeddingStatistics, num_scored: int)
 
 def _score_head(
     weight_VH: Tensor,
+    error_of: Callable[[Candidate], Tensor],
     statistics: Statistics,
     matrix_name: str,
-    moment: InputMoment,
     candidates: Sequence[Candidate],
 ) -> dict[Candidate, float]:
     """KL at the head itself; where the embedding is the same weight, its share comes on top."""
@@ -243,7 +203,7 @@ def _score_head(
     embedding = statistics.embeddings.get(matrix_name)
     scores = {}
     for candidate in candidates:
-        error = candidate_error(weight_VH, candidate, moment)
+        error = error_of(candidate)
         activations = SCHEMES[candidate.scheme].activations
         inputs = x_RH if activations is None else fake_quantize(x_RH, activations)
         log_q = (inputs @ (weight_VH + error).T).log_softmax(-1)

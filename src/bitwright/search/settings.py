@@ -11,7 +11,7 @@ from bitwright import hardware as hardware_catalog
 from bitwright.errors import SchemeError
 from bitwright.plan import Budget, Objective, settle_budget
 from bitwright.quantize import SCHEMES
-from bitwright.search.score import Candidate, candidates_of
+from bitwright.search.candidate import Candidate, candidates_of
 
 #: The first solution aims this far below a quality limit: an interval's upper end, not its mean, must keep the limit.
 FIRST_AIM = 0.88
