@@ -23,7 +23,15 @@ from bitwright.models.loaded import LoadedModel
 from bitwright.plan import Interval, Limit, Measured, Perplexity, Plan, Repetition
 from bitwright.search import bootstrap
 from bitwright.search.bootstrap import Estimate
-from bitwright.search.compare import Reference, TokenEffects, bf16_floor, compare, run_logits, run_reference
+from bitwright.search.compare import (
+    FLOOR_SEQUENCES,
+    Reference,
+    TokenEffects,
+    bf16_floor,
+    compare,
+    run_logits,
+    run_reference,
+)
 from bitwright.search.progress import Progress, Silent
 from bitwright.search.repetition import NEW_TOKENS, repetition
 from bitwright.search.text import TextSet, split_text
@@ -40,7 +48,7 @@ class ReferenceFacts:
 def reference_facts(loaded: LoadedModel, reference: Reference, progress: Progress) -> ReferenceFacts:
     """Measure the bf16 floor and the reference's own repetition."""
     text = reference.text
-    with progress.stage("bf16 floor", text.num_sequences) as stage:
+    with progress.stage("bf16 floor", min(FLOOR_SEQUENCES, text.num_sequences)) as stage:
         floor = bf16_floor(loaded.model, reference, stage)
     with progress.stage("reference generations", NEW_TOKENS) as stage:
         repeated = repetition(loaded.model, text, stage)

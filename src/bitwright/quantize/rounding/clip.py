@@ -32,8 +32,8 @@ from bitwright.quantize.scheme import TensorScheme
 
 #: Ratios of the range that are tried.
 SHRINK_GRID = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.72, 0.68, 0.64, 0.6, 0.55, 0.5)
-#: Weights per piece of work: intermediates of this many fp32 numbers stay in the cache of a core.
-_CHUNK_WEIGHTS = 1 << 17
+#: Weights per piece of work: large enough for the matrix products, small enough for the cache.
+_CHUNK_WEIGHTS = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
