@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from tiny_search import text_set
 
 from bitwright.errors import PlanError
 from bitwright.models.loaded import LoadedModel
 from bitwright.plan import Plan, load_plan, write_plan
-from bitwright.search.verify import judge, verify
+from bitwright.search.compare import TokenEffects
+from bitwright.search.verify import ReferenceFacts, judge, measured_record, verify
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
@@ -61,3 +65,22 @@ def test_a_limit_is_kept_up_to_its_very_value() -> None:
         ("max_kl", "measured", True),
         ("effective_bits", "missed", False),
     ]
+
+
+def test_the_tail_is_told_from_a_hundred_thousand_tokens_on() -> None:
+    """The 99.9th percentile of 1 … n is known; with fewer tokens nothing is said."""
+    facts = ReferenceFacts(bf16_floor_kl=1e-3, repetition=0.0)
+    text = text_set(torch.zeros(100, 8, dtype=torch.int64), torch.ones(100, 8, dtype=torch.bool))
+    for num_tokens, expected in ((99_900, None), (100_000, 99_900.001)):
+        token_kl = np.arange(1.0, num_tokens + 1)
+        per_sequence = np.full(100, num_tokens / 100)
+        effects = TokenEffects(
+            num_tokens=per_sequence,
+            kl=token_kl.reshape(100, -1).sum(1),
+            nll_reference=per_sequence,
+            nll_plan=per_sequence,
+            num_agreeing=per_sequence,
+            token_kl=token_kl,
+        )
+        found = measured_record(effects, facts, text, 0, 0.0).kl_p999
+        assert found == (None if expected is None else pytest.approx(expected))

@@ -141,6 +141,8 @@ def measured_rows(measured: Measured) -> list[tuple[str, str]]:
         ),
         ("same top token", f"{spell_percent(top1.mean)} [{spell_percent(top1.low)}, {spell_percent(top1.high)}]"),
     ]
+    if measured.kl_p999 is not None:
+        rows.append(("KL, 99.9 %", f"one token in a thousand exceeds {spell_number(measured.kl_p999)} nats"))
     if measured.repetition is not None:
         repetition = measured.repetition
         rows.append(("repetition", f"{spell_percent(repetition.plan)} (reference {spell_percent(repetition.base)})"))

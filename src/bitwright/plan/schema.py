@@ -131,6 +131,8 @@ class Measured(Record):
     top1_agreement: Interval
     tokens: int = Field(ge=0)
     sequences: int = Field(ge=0)
+    #: KL that one token in a thousand exceeds; None below 100,000 tokens, where it would be noise.
+    kl_p999: Number | None = None
     repetition: Repetition | None = None
     #: Name of the text and its hash, where it is not the plan's own evaluation text.
     source: str | None = None

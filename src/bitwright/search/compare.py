@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenEffects:
-    """What a plan did to each scored token, per sequence summed. All arrays have shape [sequences]."""
+    """What a plan did to each scored token; sums over each sequence, [sequences], unless said otherwise."""
 
     #: Scored tokens of each sequence.
     num_tokens: Array
@@ -50,6 +50,8 @@ class TokenEffects:
     nll_plan: Array
     #: Tokens at which both rank the same token first.
     num_agreeing: Array
+    #: KL of every scored token, [tokens], in the order of the text.
+    token_kl: Array = field(default_factory=lambda: np.empty(0))
 
     @property
     def mean_kl(self) -> float:
@@ -167,13 +169,17 @@ def compare(
     text = reference.text
     last = text.num_sequences if num_sequences is None else min(num_sequences, text.num_sequences)
     sums: list[Tensor] = []
+    token_kls: list[Tensor] = []
     for batch in batches(text):
         rows = slice(batch.start, min(batch.stop, last))
         if rows.start >= rows.stop:
             break
         ids, scored = text.input_ids[rows], text.scored[rows]
         plan_logits, reference_logits = run(ids), reference.logits(rows)
-        sums.extend(_sequence_sums(reference_logits[i], plan_logits[i], ids[i], scored[i]) for i in range(ids.shape[0]))
+        for i in range(ids.shape[0]):
+            found, token_kl = _sequence_effects(reference_logits[i], plan_logits[i], ids[i], scored[i])
+            sums.append(found)
+            token_kls.append(token_kl)
         if not all(bool(torch.isfinite(found).all()) for found in sums[rows.start :]):
             raise ModelError(
                 f"the plan's logits are not finite in sequences {rows.start} to {rows.stop - 1} of {text.source!r}: "
@@ -188,22 +194,26 @@ def compare(
         nll_reference=columns[:, 2],
         nll_plan=columns[:, 3],
         num_agreeing=columns[:, 4],
+        token_kl=torch.cat(token_kls).numpy(),
     )
 
 
-def _sequence_sums(reference_LV: Tensor, plan_LV: Tensor, ids_L: Tensor, scored_L: Tensor) -> Tensor:
-    """Scored tokens, KL, both negative log-likelihoods, agreements of one sequence; logits at t predict token t + 1."""
+def _sequence_effects(reference_LV: Tensor, plan_LV: Tensor, ids_L: Tensor, scored_L: Tensor) -> tuple[Tensor, Tensor]:
+    """Of one sequence: [scored tokens, KL, both negative log-likelihoods, agreements] summed, and the KL of each token.
+
+    Logits at t predict token t + 1.
+    """
     predicts = scored_L[1:]
     reference, plan = reference_LV[:-1][predicts], plan_LV[:-1][predicts]
     targets = ids_L[1:][predicts].unsqueeze(-1)
     agreeing = (reference.argmax(-1) == plan.argmax(-1)).double().sum()
-    # log p − log q = (ref − plan) − (lse ref − lse plan): the difference is formed before anything large is subtracted
     log_p = reference.log_softmax(-1)
     log_q = plan.log_softmax(-1)
     nll_reference = -log_p.gather(-1, targets).double().sum()
     nll_plan = -log_q.gather(-1, targets).double().sum()
-    kl = (log_p.exp() * log_q.neg_().add_(log_p)).sum(-1).double().clamp(min=0.0).sum()
-    return torch.stack([predicts.double().sum(), kl, nll_reference, nll_plan, agreeing])
+    # rounding may leave a KL of zero a hair below it
+    kl = (log_p.exp() * log_q.neg_().add_(log_p)).sum(-1).double().clamp(min=0.0)
+    return torch.stack([predicts.double().sum(), kl.sum(), nll_reference, nll_plan, agreeing]), kl
 
 
 @torch.no_grad()

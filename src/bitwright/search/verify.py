@@ -36,6 +36,9 @@ from bitwright.search.progress import Progress, Silent
 from bitwright.search.repetition import NEW_TOKENS, repetition
 from bitwright.search.text import TextSet, split_text
 
+#: Tokens from which on the 99.9th percentile of token KL is told: a hundred tokens then lie beyond it.
+TAIL_TOKENS = 100_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceFacts:
@@ -93,6 +96,7 @@ def measured_record(
         top1_agreement=_interval(bootstrap.agreement_estimate(effects, seed)),
         tokens=int(num_tokens),
         sequences=text.num_sequences,
+        kl_p999=float(np.quantile(effects.token_kl, 0.999)) if num_tokens >= TAIL_TOKENS else None,
         repetition=Repetition(base=facts.repetition, plan=repeated),
         source=text.source,
         hash=text.hash,
