@@ -1,6 +1,6 @@
 # Each target makes what it needs: on a fresh machine `make demo` or `make test` is all there is to type.
 #   make demo        install, optimize the built-in real model, name the plan folder and its report
-#   make test        install with the test extras, run the whole suite
+#   make test        install with the test extras, run the whole suite, two processes of one thread each
 #   make check       formatting, lint, types, tests: what has to pass before a change goes in
 #   make benchmark   measure the numbers that the documentation quotes
 #   make docs        write the generated pages again
@@ -20,7 +20,7 @@ demo: $(VENV)/installed-all
 	$(BIN)/bitwright optimize demo --max-kl 0.02 --out $(DEMO_PLAN)
 
 test: $(VENV)/installed-tests
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 check: lint test
 
