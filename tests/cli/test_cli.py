@@ -151,10 +151,12 @@ def test_a_missed_limit_is_3_and_the_plan_is_written(search, capsys):
         ("optimize demo --objective speed", "unknown objective"),
         ("optimize demo --schemes ,", "names no scheme"),
         ("optimize demo --tokens 0", "--tokens"),
+        ("optimize demo --seed 99999999999999999999999", "--seed"),
+        ("optimize demo --max-memory 1e400", "finite"),
         ("optimize demo --frobnicate", "--frobnicate"),
         ("optimize demo --out occupied", "not a plan folder"),
         ("optimize", "MODEL"),
-        ("optimise demo", "optimise"),
+        ("optimise demo", "Did you mean 'optimize'? See: bitwright --help"),
         ("show nowhere", "no plan at"),
         ("show occupied", "no plan.json"),
         ("verify nowhere", "no plan at"),
@@ -211,6 +213,23 @@ def test_a_full_disk_is_2_and_nothing_is_written(search, capsys, monkeypatch):
     assert not list(Path().iterdir())
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+@pytest.mark.parametrize("arguments", [["show", "plan"], ["show", "plan", "--json"], ["formats"]])
+def test_a_full_disk_behind_stdout_is_one_sentence(tmp_path: Path, arguments: list[str]):
+    write_plan(make_plan(), tmp_path / "plan")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import sys; from bitwright.cli import main; sys.exit(main({arguments}))"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert "No space left on device" in done.stderr
+
+
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_missing_typer_is_the_pip_line(package: str):
     code = f"import sys; sys.modules['{package}'] = None; from bitwright.cli import main; sys.exit(main(['formats']))"
@@ -226,7 +245,7 @@ def test_show(folder: Path, capsys):
     assert main(["show", str(folder)]) == 0
     table = capsys.readouterr().out
     assert max(map(len, table.splitlines())) <= 80
-    assert "KL predicted" in table and "KL measured" in table
+    assert "predicted" in table and "measured" in table
     assert "weights already lie on a 4-bit grid of 32" in table
     assert plan.hardware_reason in table
     assert "time (predicted)" in table
@@ -280,6 +299,18 @@ def test_measured_kl_stands_beside_the_predicted_one(tmp_path: Path, capsys):
             spell_number(total.predicted_kl),
             spell_number(total.measured_kl),
         ]
+
+
+def test_the_longest_choice_stands_on_one_line_of_80_columns(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    plan = make_plan(num_layers=1)
+    widest = {"role": "expert.gate_up", "scheme": "int4_g128_min", "rounding": "clip", "bytes": 1000 * 1024}
+    sites = [plan.sites[0].model_copy(update=widest), *plan.sites[1:]]
+    folder = write_plan(plan.model_copy(update={"sites": tuple(sites)}), tmp_path / "plan")
+    main(["show", str(folder)])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("expert.gate_up  int4_g128_min+clip ") for line in lines)
+    assert max(map(len, lines)) <= 80
 
 
 def test_brackets_in_names_are_text(tmp_path: Path, capsys):

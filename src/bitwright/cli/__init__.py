@@ -6,6 +6,8 @@ missed (the plan is written and says which); 130 interrupted. Anything else is a
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
 
@@ -16,14 +18,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``bitwright`` with ``arguments`` (default: the process's own) and return its exit code."""
     try:
         code = _run(sys.argv[1:] if arguments is None else list(arguments))
+        sys.stdout.flush()
     except BitwrightError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_what_stdout_holds()
+        print(
+            f"error: could not write {error.filename or 'the output'} ({error.strerror}); free some space or send it "
+            "elsewhere (a plan that was made before that stands in its folder)",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         code = 130
     if code == 130:
         print("interrupted", file=sys.stderr)
     return code
+
+
+def _drop_what_stdout_holds() -> None:
+    """Let the interpreter end quietly: it flushes stdout once more, which would fail as it did before."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _run(arguments: Sequence[str]) -> int:

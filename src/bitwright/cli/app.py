@@ -47,7 +47,9 @@ def run(arguments: Sequence[str]) -> int:
     try:
         result = create_app()(args=list(arguments) or ["--help"], prog_name="bitwright", standalone_mode=False)
     except _UsageError as error:
-        raise UsageMistake(f"{_sentence(error)}; see: bitwright {_verb(arguments)}--help") from None
+        what = _sentence(error)
+        see = " See" if what.endswith("?") else "; see"
+        raise UsageMistake(f"{what}{see}: bitwright {_verb(arguments)}--help") from None
     return result if isinstance(result, int) else 0
 
 

@@ -80,7 +80,7 @@ def optimize_command(
     ] = "docs",
     tokens: Annotated[int, typer.Option(min=1, help="Calibration tokens.", rich_help_panel=_TEXT)] = 4096,
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per sequence.", rich_help_panel=_TEXT)] = 128,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of everything that draws.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of everything that draws.")] = 0,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Plan folder; default: NAME-plan.", show_default=False)
     ] = None,

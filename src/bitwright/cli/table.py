@@ -29,7 +29,10 @@ def new_table(*columns: tuple[str, bool]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for index, (title, is_number) in enumerate(columns):
         table.add_column(
-            Text(title), justify="right" if is_number else "left", no_wrap=is_number or index == 0, overflow="fold"
+            Text(title),
+            justify="right" if is_number else "left",
+            no_wrap=is_number or index == 0,
+            overflow="fold",
         )
     return table
 
@@ -42,8 +45,9 @@ def print_groups(console: Console, plan: Plan) -> None:
         ("sites", True),
         ("bits", True),
         ("size", True),
-        ("KL predicted", True),
-        ("KL measured", True),
+        # Two lines, so that the longest role and choice stand on one line of 80 columns.
+        ("KL\npredicted", True),
+        ("KL\nmeasured", True),
     )
     for total in total_roles(plan):
         is_mixed = len(total.groups) > 1

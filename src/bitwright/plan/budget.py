@@ -147,7 +147,7 @@ def parse_bytes(text: str) -> float:
         raise BudgetError(f"{text!r} is no size in bytes; {advice}")
     value = float(match[1]) * _UNIT_BYTES.get(unit, 1)
     if not math.isfinite(value) or value <= 0:
-        raise BudgetError(f"{text!r} is no size in bytes: it must be above 0; write it like 90MiB")
+        raise BudgetError(f"{text!r} is no size in bytes: it must be finite and above 0; write it like 90MiB")
     return value
 
 
