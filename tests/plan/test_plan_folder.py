@@ -249,3 +249,10 @@ def test_run_may_be_absent_but_not_damaged(folder: Path):
     (folder / "run.json").unlink()
     plan: Plan = load_plan(folder)
     assert plan.run == Run()
+
+
+def test_a_mount_point_is_refused_before_long_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path)
+    with pytest.raises(PlanError, match="is a mount point"):
+        raise_if_not_replaceable(tmp_path)
+    raise_if_not_replaceable(tmp_path / "plan")

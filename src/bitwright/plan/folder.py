@@ -50,6 +50,11 @@ def raise_if_not_replaceable(folder: str | os.PathLike[str], *, extra_names: fro
         return
     if not target.is_dir():
         raise PlanError(f"'{target}' is a file, and a plan is a folder; choose another --out")
+    if os.path.ismount(target):
+        raise PlanError(
+            f"'{target}' is a mount point, and a plan folder replaces what is there whole; choose a folder in it as "
+            "--out"
+        )
     names = {entry.name for entry in target.iterdir()}
     if not names:
         return
