@@ -266,3 +266,10 @@ def test_every_scheme_has_its_own_colour(count: int):
 def test_ink_contrasts():
     assert ink_on("#ffffff") == "#16181d"
     assert ink_on("#000000") == "#ffffff"
+
+
+def test_front_names_no_series_that_the_star_hides():
+    plan = make_plan()
+    assert "the same, measured" in render_report(plan).decode()
+    front = tuple(p if p.chosen else p.model_copy(update={"measured_kl": None}) for p in plan.frontier)
+    assert "the same, measured" not in render_report(plan.model_copy(update={"frontier": front})).decode()

@@ -56,5 +56,6 @@ def test_percent_seconds_and_limits():
     assert spell_limit_value("max_memory_bytes", 94_371_840) == "90.0 MiB"
     assert spell_limit_value("max_ppl_increase", 0.01) == "+1.00 %"
     assert spell_excess(Limit(name="max_kl", limit=0.02, value=0.03, status="missed")) == "50 % over"
+    assert spell_excess(Limit(name="max_memory_bytes", limit=1024, value=34202, status="missed")) == "3,240 % over"
     assert spell_excess(Limit(name="max_kl", limit=0.02, value=0.01, status="measured")) == "50 % under"
     assert spell_excess(Limit(name="max_kl", limit=0.02, value=0.02, status="measured")) == "at the limit"

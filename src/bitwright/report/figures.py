@@ -156,7 +156,10 @@ def draw_frontier(plan: Plan) -> str | None:
             markerfacecolor=_PAPER,
             label="best plans, predicted",
         )
-        measured = [(point.effective_bits, point.measured_kl) for point in front if point.measured_kl]
+        # The plan's own measurement is the star, which hides anything under it.
+        measured = [
+            (point.effective_bits, point.measured_kl) for point in front if point.measured_kl and not point.chosen
+        ]
         if measured:
             axes.plot(*zip(*measured, strict=True), "D", color="#F67E4B", markersize=5.5, label="the same, measured")
         if plan.measured is not None:

@@ -71,5 +71,6 @@ def spell_excess(limit: Limit) -> str:
     if limit.limit == 0:
         return "over" if limit.value > 0 else "at the limit"
     share = limit.value / limit.limit - 1
-    percent = f"{abs(100 * share):.3g} %"
+    value = abs(100 * share)
+    percent = f"{value:,.0f} %" if value >= 999.5 else f"{value:.3g} %"
     return f"{percent} over" if share > 0 else f"{percent} under" if share < 0 else "at the limit"
