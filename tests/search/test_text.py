@@ -161,8 +161,15 @@ class TestRefusals:
     def test_too_short_says_what_there_is_and_what_is_needed(self, tmp_path: Path) -> None:
         path = write_documents(tmp_path / "a.jsonl", num_documents=5, chars=100)
         says = r"repair split \(40% of the documents\) has \d+ tokens of the source's 510.*640 tokens in 20 sequences"
-        with pytest.raises(DataError, match=says + r".*--tokens.*--sequence-length.*1600 tokens of text"):
+        with pytest.raises(DataError, match=says + r".*--sequence-length.*1600 tokens of text"):
             split(byte_tokenizer(), path, calibration_tokens=1)
+
+    def test_fewer_tokens_are_no_advice_where_the_least_number_of_sequences_rules(self, tmp_path: Path) -> None:
+        path = write_documents(tmp_path / "a.jsonl", num_documents=20, chars=100)
+        with pytest.raises(DataError, match=r"64 sequences are needed; lower --sequence-length, or give"):
+            split(byte_tokenizer(), path, calibration_tokens=1, evaluation_tokens=64 * LENGTH)
+        with pytest.raises(DataError, match=r"65 sequences are needed; lower --tokens or --sequence-length, or give"):
+            split(byte_tokenizer(), path, calibration_tokens=1, evaluation_tokens=65 * LENGTH)
 
     def test_too_few_documents(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"has 2 document\(s\), but 3 splits"):

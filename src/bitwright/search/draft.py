@@ -154,7 +154,8 @@ def _notes(subject: Subject, assignment: Assignment, unreachable: str | None) ->
                 last = columns % granularity.group_size
                 ragged[f"{granularity} does not divide {columns}: the last group has {last}"] += 1
     notes += [
-        f"{what} ({count} sites); some engines refuse shorter last groups: choose a group size that divides"
+        f"{what} ({count} {'site' if count == 1 else 'sites'}); some engines refuse shorter last groups: choose a "
+        "group size that divides"
         for what, count in sorted(ragged.items())
     ]
     if unreachable is not None:

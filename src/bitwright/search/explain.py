@@ -45,4 +45,4 @@ def reason_for(
 
 
 def _kib(num_bytes: int) -> str:
-    return f"{num_bytes / 1024:.0f} KiB"
+    return f"{num_bytes / 1024:.{0 if num_bytes >= 10 * 1024 else 2}f} KiB"
