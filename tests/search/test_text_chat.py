@@ -133,3 +133,20 @@ def test_plain_text_is_no_conversation(tmp_path: Path) -> None:
 def test_what_the_template_refuses_is_said() -> None:
     with pytest.raises(DataError, match=r"refuses a conversation with the roles user.*roles must alternate"):
         pieces(byte_tokenizer(chat_template=REFUSING), Document(text="x", messages=TURNS))
+
+
+def test_too_few_conversations_in_reach_are_told_what_helps(tmp_path: Path) -> None:
+    """A conversation is one sequence, so that shorter sequences make no more of them and may lose the answers."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"{index:4d}" * 10}, {"role": "assistant", "content": "Yes."}]}
+        for index in range(60)
+    ]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    tokenizer = byte_tokenizer(chat_template=CHATML)
+    says = r"repair split .* 24 sequences of 24 documents.*but 64 are needed; raise --sequence-length.*about 160 conversations"
+    with pytest.raises(DataError, match=says):
+        split(tokenizer, path, task="chat", sequence_length=128, evaluation_tokens=64 * 128)
+    says = r"calibrate split .* 0 sequences of 12 documents.*but 10 are needed; lower --tokens, raise --sequence-length"
+    with pytest.raises(DataError, match=says):
+        split(tokenizer, path, task="chat")

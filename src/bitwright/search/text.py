@@ -249,17 +249,22 @@ def _describe_shortage(deal: Deal, encoder: Encoder, shape: _Shape, num_found: i
             f"text cannot be tokenised: the model's tokenizer makes no token of '{source.name}' "
             f"({len(source.documents)} documents); use the tokenizer that belongs to the model, or give other text"
         )
-    num_there = _count_tokens(deal.documents, encoder, shape)
-    num_tokens = num_needed * shape.sequence_length
     # Proofs never take fewer sequences than the least, however few tokens are asked for.
     is_least = deal.split != "calibrate" and num_needed <= MIN_EVALUATION_SEQUENCES
-    lower = "--sequence-length" if is_least else "--tokens or --sequence-length"
-    left_out = "" if shape.task.packed else " (conversations without an assistant's token in reach are left out)"
+    part = f"'{source.name}' is too short: its {deal.split} split ({deal.share:.0%} of the documents)"
+    if not shape.task.packed:
+        return (
+            f"{part} makes {num_found} sequences of {len(deal.documents)} documents, one of each different conversation "
+            f"whose first {shape.sequence_length} tokens hold some of the assistant's, but {num_needed} are needed; {'' if is_least else 'lower --tokens, '}raise "
+            f"--sequence-length, or give about {ceil(num_needed / deal.share)} conversations"
+        )
+    num_there = _count_tokens(deal.documents, encoder, shape)
+    num_tokens = num_needed * shape.sequence_length
     return (
-        f"'{source.name}' is too short: its {deal.split} split ({deal.share:.0%} of the documents) has {num_there} "
-        f"tokens of the source's {num_total}, which make {num_found} different sequences of {shape.sequence_length}"
-        f"{left_out}, but {num_tokens} tokens in {num_needed} sequences are needed; lower {lower}, "
-        f"or give about {ceil(num_tokens / deal.share)} tokens of text"
+        f"{part} has {num_there} tokens of the source's {num_total}, which make {num_found} different sequences of "
+        f"{shape.sequence_length}, but {num_tokens} tokens in {num_needed} sequences are needed; lower "
+        f"{'' if is_least else '--tokens or '}--sequence-length, or give about {ceil(num_tokens / deal.share)} tokens "
+        "of text"
     )
 
 
