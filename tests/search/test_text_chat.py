@@ -144,7 +144,7 @@ def test_too_few_conversations_in_reach_are_told_what_helps(tmp_path: Path) -> N
     path = tmp_path / "chat.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
     tokenizer = byte_tokenizer(chat_template=CHATML)
-    says = r"repair split .* 24 sequences of 24 documents.*but 64 are needed; raise --sequence-length.*about 160 conversations"
+    says = r" 24 sequences of 24 documents.*but 64 are needed; raise --sequence-length.*about 160 conversations"
     with pytest.raises(DataError, match=says):
         split(tokenizer, path, task="chat", sequence_length=128, evaluation_tokens=64 * 128)
     says = r"calibrate split .* 0 sequences of 12 documents.*but 10 are needed; lower --tokens, raise --sequence-length"

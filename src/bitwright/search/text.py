@@ -254,9 +254,10 @@ def _describe_shortage(deal: Deal, encoder: Encoder, shape: _Shape, num_found: i
     part = f"'{source.name}' is too short: its {deal.split} split ({deal.share:.0%} of the documents)"
     if not shape.task.packed:
         return (
-            f"{part} makes {num_found} sequences of {len(deal.documents)} documents, one of each different conversation "
-            f"whose first {shape.sequence_length} tokens hold some of the assistant's, but {num_needed} are needed; {'' if is_least else 'lower --tokens, '}raise "
-            f"--sequence-length, or give about {ceil(num_needed / deal.share)} conversations"
+            f"{part} makes {num_found} sequences of {len(deal.documents)} documents, one of each different "
+            f"conversation whose first {shape.sequence_length} tokens hold some of the assistant's, but {num_needed} "
+            f"are needed; {'' if is_least else 'lower --tokens, '}raise --sequence-length, or give about "
+            f"{ceil(num_needed / deal.share)} conversations"
         )
     num_there = _count_tokens(deal.documents, encoder, shape)
     num_tokens = num_needed * shape.sequence_length
