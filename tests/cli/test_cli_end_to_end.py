@@ -93,6 +93,13 @@ def test_a_budget_that_cannot_be_met(folder: Path, work: Path, capfd: pytest.Cap
     assert main(["verify", "plan"]) == 3
 
 
+def test_a_size_that_the_kept_head_rules_out_names_the_option(folder: Path, work: Path) -> None:
+    assert main(arguments(folder, "--max-memory", "20KiB")) == 3
+    assert any("--include-head" in note for note in load_plan(work / "plan").notes)
+    assert main(arguments(folder, "--max-memory", "20KiB", "--include-head")) == 3
+    assert not any("--include-head" in note for note in load_plan(work / "plan").notes)
+
+
 def test_json_is_all_that_is_printed(folder: Path, work: Path) -> None:
     """Of the whole process: the solver and other libraries write to the same stdout."""
     finished = subprocess.run(

@@ -94,7 +94,7 @@ def draft_plan(
         predictions=tuple(predictions),
         repairs=mended.repairs,
         latency=predict_latency(prices, assignment, settings.device),
-        notes=(*_notes(subject, assignment, unreachable), *mended.notes),
+        notes=(*_notes(subject, assignment, settings, unreachable), *mended.notes),
         versions=_versions(),
     )
     return plan.attach(tensors=tensors)
@@ -143,7 +143,7 @@ def _frontier_point(problem: Problem, assignment: Assignment, chosen: bool) -> F
     )
 
 
-def _notes(subject: Subject, assignment: Assignment, unreachable: str | None) -> list[str]:
+def _notes(subject: Subject, assignment: Assignment, settings: Settings, unreachable: str | None) -> list[str]:
     notes = []
     ragged: Counter[str] = Counter()
     for site in subject.sites:
@@ -159,9 +159,10 @@ def _notes(subject: Subject, assignment: Assignment, unreachable: str | None) ->
         for what, count in sorted(ragged.items())
     ]
     if unreachable is not None:
+        keeps_ends = settings.budget.max_memory_bytes is not None and not settings.include_head
         notes.append(
             f"no assignment of the allowed schemes is predicted to keep the {unreachable} limit; this plan is the "
-            "nearest"
+            "nearest" + ("; --include-head makes embedding and head smaller too" if keeps_ends else "")
         )
     return notes
 

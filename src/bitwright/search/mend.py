@@ -98,7 +98,7 @@ def mend(
             tightened = tightened or ratio <= 1
             notes.append(
                 f"on the repair text {name} reached {figures[name][2]:.4g} (upper end of 95 %) against a limit of "
-                f"{figures[name][0]:.4g}: solved again with the measurement"
+                f"{figures[name][0]:.4g}: {'solved again, towards it' if ratio <= 1 else 'solved again, to keep it'}"
             )
             solution, repairs = again, []
             continue
