@@ -14,7 +14,7 @@ from bitwright.errors import PlanError
 from bitwright.models.loaded import LoadedModel
 from bitwright.plan import Plan, load_plan, write_plan
 from bitwright.search.compare import TokenEffects
-from bitwright.search.verify import ReferenceFacts, judge, measured_record, verify
+from bitwright.search.verify import ReferenceFacts, judge, lasting_path, measured_record, verify
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
@@ -84,3 +84,19 @@ def test_the_tail_is_told_from_a_hundred_thousand_tokens_on() -> None:
         )
         found = measured_record(effects, facts, text, 0, 0.0).kl_p999
         assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_a_text_or_model_that_is_gone_is_named_with_what_to_do(plan_of: Callable[[str], Plan], tmp_path: Path) -> None:
+    plan = plan_of("llama")
+    gone = str(tmp_path / "gone")
+    moved = plan.attach(run=plan.run.model_copy(update={"paths": {**plan.run.paths, "model": gone}}))
+    with pytest.raises(PlanError, match=r"model lay at .*gone.* give it with --model"):
+        verify(moved)
+
+
+def test_files_are_remembered_by_their_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.txt").write_text("text")
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert lasting_path("own.txt") == str(tmp_path / "own.txt")
+    assert [lasting_path(name) for name in ("docs", "demo", "owner/name")] == ["docs", "demo", "owner/name"]

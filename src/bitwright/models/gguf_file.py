@@ -155,9 +155,17 @@ def load_gguf(path: Path) -> tuple[torch.nn.Module, Any, dict[str, str], dict[st
                 experts_implementation="eager",
                 output_loading_info=True,
             )
+        except (ImportError, OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
+            raise ModelError(
+                f"{path} cannot be read as a {header.architecture} model ({one_line(error)}); get an undamaged file, "
+                "or convert the model to a Hugging Face folder"
+            ) from error
+        try:
             tokenizer = TokenizersBackend.from_pretrained(path.parent, gguf_file=path.name)
         except (ImportError, OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
-            raise ModelError(f"{path} cannot be read as a {header.architecture} model: {one_line(error)}") from error
+            raise ModelError(
+                f"{path} has no usable tokenizer ({one_line(error)}); convert the model with its tokenizer"
+            ) from error
     raise_if_incomplete(str(path), model, report["missing_keys"])
     stored = {parameter_of[key]: t for t in header.tensors for key in _keys(t.name) if key in parameter_of}
     # should transformers merge tensors under a name of its own, the format of most weights stands for them

@@ -68,7 +68,10 @@ def load_folder(
                 output_loading_info=True,
             )
         except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise ModelError(f"{folder} cannot be loaded as a causal language model: {one_line(error)}") from error
+            raise ModelError(
+                f"{folder} cannot be loaded as a causal language model ({one_line(error)}); check model_type in its "
+                "config.json against the installed transformers"
+            ) from error
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bitwright.models import Site
 from bitwright.search.candidate import Candidate
 from bitwright.search.mend import Mended
-from bitwright.search.price import AS_LOADED, END_ROLES
+from bitwright.search.price import AS_LOADED, END_ROLES, KEPT_ROLES
 from bitwright.search.solve import undominated
 
 
@@ -16,6 +16,8 @@ def reason_for(
     if choice == AS_LOADED:
         if site.role in END_ROLES and not include_head:
             return f"kept in its loaded format ({loaded_format}): --include-head makes it a choice"
+        if site.role in KEPT_ROLES:
+            return f"kept in its loaded format ({loaded_format}): its error moves tokens between experts"
         return (
             f"kept in its loaded format ({loaded_format}): no calibration token reached it, so nothing is known of it"
         )

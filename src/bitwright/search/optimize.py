@@ -18,12 +18,12 @@ from bitwright.search.draft import draft_plan
 from bitwright.search.learn import Learned, learn
 from bitwright.search.measure import Meter
 from bitwright.search.mend import mend
-from bitwright.search.price import END_ROLES
+from bitwright.search.price import END_ROLES, KEPT_ROLES
 from bitwright.search.probe import measure_roles, probe
 from bitwright.search.progress import Progress, Silent
 from bitwright.search.settings import Settings, default_schemes, quality_target, settle
 from bitwright.search.subject import Subject, known_reference, known_reference_facts, open_subject
-from bitwright.search.verify import judge, prove, verify
+from bitwright.search.verify import judge, lasting_path, prove, verify
 
 __all__ = ["default_schemes", "optimize", "verify"]
 
@@ -107,14 +107,18 @@ def optimize(
     roles = measure_roles(mended.problem, mended.assignment, meter, clock)
     plan = draft_plan(subject, settings, mended, (*probes, *roles), unreachable, meter.quantizer, clock)
     proved = _prove(plan, subject, clock)
-    paths = {"model": str(model) if not isinstance(model, LoadedModel) else subject.loaded.name}
-    paths |= {"calibration": str(calibration), "evaluation": str(evaluation)}
+    paths = {
+        "model": subject.loaded.name if isinstance(model, LoadedModel) else lasting_path(model),
+        "calibration": lasting_path(calibration),
+        "evaluation": lasting_path(evaluation),
+    }
     return proved.attach(run=clock.run(paths))
 
 
 def learn_scores(subject: Subject, settings: Settings, progress: Progress) -> Learned:
     """Scores of every candidate at every site that is in question."""
-    wanted = [site for site in subject.sites if settings.include_head or site.role not in END_ROLES]
+    kept = KEPT_ROLES if settings.include_head else KEPT_ROLES | END_ROLES
+    wanted = [site for site in subject.sites if site.role not in kept]
     return learn(
         subject.loaded.model,
         wanted,

@@ -18,7 +18,7 @@ import torch
 from bitwright.errors import PlanError
 from bitwright.inference import emulate_plan
 from bitwright.models import Site, find_sites
-from bitwright.models.load import load
+from bitwright.models.load import BUILT_IN, load
 from bitwright.models.loaded import LoadedModel
 from bitwright.plan import Interval, Limit, Measured, Perplexity, Plan, Repetition
 from bitwright.search import bootstrap
@@ -32,6 +32,7 @@ from bitwright.search.compare import (
     run_logits,
     run_reference,
 )
+from bitwright.search.documents import CALIBRATION_SETS
 from bitwright.search.progress import Progress, Silent
 from bitwright.search.repetition import NEW_TOKENS, repetition
 from bitwright.search.text import TextSet, split_text
@@ -139,7 +140,7 @@ def verify(
         ModelError, DataError: the model or the text cannot be read.
     """
     shown = progress if progress is not None else Silent()
-    source = model if model is not None else plan.run.paths.get("model", plan.model.name)
+    source = model if model is not None else _where_planned(plan, "model", plan.model.name, "--model")
     with shown.stage("load", 1) as stage:
         loaded = source if isinstance(source, LoadedModel) else load(source, allow_pickle=allow_pickle, seed=plan.seed)
         stage.advance()
@@ -153,12 +154,13 @@ def verify(
             "the plan does not say how its text was cut (no options); make it again with bitwright optimize"
         )
     sites = find_sites(loaded.model)
-    paths = plan.run.paths
     splits = split_text(
         loaded.tokenizer,
         task=plan.task,
-        calibration=paths.get("calibration", plan.calibration.source),
-        evaluation=evaluation if evaluation is not None else paths.get("evaluation", plan.evaluation.source),
+        calibration=_where_planned(plan, "calibration", plan.calibration.source),
+        evaluation=evaluation
+        if evaluation is not None
+        else _where_planned(plan, "evaluation", plan.evaluation.source, "--evaluation"),
         calibration_tokens=plan.options.calibration_tokens,
         evaluation_tokens=tokens if tokens is not None else plan.options.evaluation_tokens,
         sequence_length=plan.options.sequence_length,
@@ -168,6 +170,22 @@ def verify(
     with shown.stage("reference", splits.final.num_sequences) as stage:
         reference = run_reference(loaded.model, splits.final, stage)
     return prove(plan, loaded, sites, reference, reference_facts(loaded, reference, shown), shown)
+
+
+def lasting_path(source: str | Path) -> str:
+    """A file or folder by its whole path, found from anywhere; built-in names and hub ids as they are."""
+    path = Path(source)
+    named = str(source) in {*CALIBRATION_SETS, *BUILT_IN}
+    return str(source) if named or not path.exists() else str(path.resolve())
+
+
+def _where_planned(plan: Plan, what: str, name: str, option: str | None = None) -> str:
+    """Where a plan's model or text lay. Raises PlanError where a file or folder is gone."""
+    where = plan.run.paths.get(what, name)
+    if Path(where).is_absolute() and not Path(where).exists():
+        advice = f"give it with {option}" if option else "put it back: it tells which text must not be measured on"
+        raise PlanError(f"the plan's {what} lay at '{where}' and is no longer there; {advice}")
+    return where
 
 
 def vocabulary_size(loaded: LoadedModel) -> int:
