@@ -37,7 +37,7 @@ def test_every_plan_is_valid_and_meets_its_budget(plan_of: Callable[[str], Plan]
         assert (site.scheme == "as_loaded") == kept
         assert (f"{site.name}/scales" in plan.tensors) == (site.rounding == "clip")
         if kept:
-            assert "--include-head" in site.reason
+            assert ("between experts" if site.role == "router" else "--include-head") in site.reason
     assert not any("(1 sites)" in note for note in plan.notes)
     assert plan.predictions and all(p.measured_kl > 0 for p in plan.predictions)
     total = plan.predictions[-1]
