@@ -125,9 +125,8 @@ def _replace(path: Path, content: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    finally:
+        Path(temporary).unlink(missing_ok=True)  # gone already where it took its place
 
 
 def open_cache(folder: Path | None, *, model_hash: str, text_hash: str, seed: int, include_head: bool) -> Cache:
