@@ -24,15 +24,12 @@ from bitwright.quantize.scaling import Scales, find_scales
 from bitwright.quantize.scheme import TensorScheme
 
 
-def quantize(
-    x_NK: Tensor, scheme: TensorScheme, *, shrink: float | Tensor = 1.0, scales: Scales | None = None
-) -> QTensor:
+def quantize(x_NK: Tensor, scheme: TensorScheme, *, scales: Scales | None = None) -> QTensor:
     """Quantise a matrix.
 
     Args:
         x_NK: fp32 [N, K]; scales are shared along K as the scheme's granularity says.
         scheme: format and scaling.
-        shrink: factor on each group's range, a number or [N, G, 1].
         scales: use these stored scales instead of finding them (shapes [N, G, 1]).
 
     Returns:
@@ -51,7 +48,7 @@ def quantize(
         return QTensor(scheme=scheme, codes_NK=round_to_format(x_NK, number, overflow="ieee"))
     rows, columns = x_NK.shape
     grouped = to_groups(x_NK, scheme.scaling.granularity)
-    found = scales if scales is not None else find_scales(grouped, scheme.format, scheme.scaling, shrink)
+    found = scales if scales is not None else find_scales(grouped, scheme.format, scheme.scaling)
     codes = to_codes(grouped, found, scheme)
     return QTensor(
         scheme=scheme,

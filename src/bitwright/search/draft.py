@@ -30,12 +30,8 @@ from bitwright.search.problem import Problem
 from bitwright.search.progress import Progress
 from bitwright.search.quantizer import Quantizer
 from bitwright.search.settings import Settings
-from bitwright.search.solve import front
 from bitwright.search.subject import Subject
 from bitwright.search.text import TextSet
-
-#: Points of the front that a plan shows.
-NUM_FRONT_POINTS = 14
 
 
 def draft_plan(
@@ -90,7 +86,7 @@ def draft_plan(
             predicted_kl=problem.total_kl(assignment),
         ),
         met=False,
-        frontier=_frontier(problem, assignment, mended),
+        frontier=_frontier(problem, assignment),
         predictions=tuple(predictions),
         repairs=mended.repairs,
         latency=predict_latency(prices, assignment, settings.device),
@@ -124,10 +120,9 @@ def _site_choice(
     )
 
 
-def _frontier(problem: Problem, assignment: Assignment, mended: Mended) -> tuple[FrontierPoint, ...]:
+def _frontier(problem: Problem, assignment: Assignment) -> tuple[FrontierPoint, ...]:
     """The front by rising size, with the plan itself among it."""
-    points = front([group.options for group in problem.groups], NUM_FRONT_POINTS) if problem.groups else ()
-    assignments = [(problem.assignment(point), False) for point in points]
+    assignments = [(problem.assignment(point), False) for point in problem.front()]
     shown = [_frontier_point(problem, found, chosen) for found, chosen in [*assignments, (dict(assignment), True)]]
     return tuple(sorted(shown, key=lambda point: (point.weight_bytes, point.chosen)))
 

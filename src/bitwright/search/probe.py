@@ -16,11 +16,9 @@ from bitwright.search.price import AS_LOADED, Assignment
 from bitwright.search.problem import Problem, build_problem
 from bitwright.search.progress import Progress
 from bitwright.search.settings import Settings
-from bitwright.search.solve import Solution, front
+from bitwright.search.solve import Solution
 from bitwright.search.subject import Subject
 
-#: Points of the front among which assignments are chosen to be measured.
-NUM_FRONT_POINTS = 14
 #: Sequences of the repair text that a role's probe and a whole assignment are measured on.
 ROLE_PROBE_SEQUENCES = 8
 TOTAL_PROBE_SEQUENCES = 16
@@ -64,7 +62,7 @@ def probe(
     problem = build_problem(
         subject.prices, learned.scores, settings.candidates, fit_roles(probes), include_head=settings.include_head
     )
-    points = front([group.options for group in problem.groups], NUM_FRONT_POINTS) if problem.groups else ()
+    points = problem.front()
     correction = problem.correction
     chosen = _spread_over(points, TOTAL_PROBE_KLS)
     count = min(TOTAL_PROBE_SEQUENCES, num_sequences)

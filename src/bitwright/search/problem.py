@@ -17,7 +17,10 @@ from bitwright.search.candidate import Candidate
 from bitwright.search.correct import Correction
 from bitwright.search.price import AS_LOADED, END_ROLES, Assignment, Prices
 from bitwright.search.score import Scores
-from bitwright.search.solve import Option, Solution, solve
+from bitwright.search.solve import Option, Solution, front, solve
+
+#: Points of the front that a plan shows, and among which assignments are chosen to be measured.
+NUM_FRONT_POINTS = 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +96,10 @@ class Problem:
         found = solve(options, minimize="bytes")
         assert found is not None
         return found, "size"
+
+    def front(self) -> tuple[Solution, ...]:
+        """The least KL at NUM_FRONT_POINTS sizes; sums of sites, whatever totals were measured."""
+        return front([group.options for group in self.groups], NUM_FRONT_POINTS) if self.groups else ()
 
 
 def build_problem(
