@@ -37,6 +37,17 @@ def test_a_shorter_last_group_has_a_whole_scale() -> None:
     assert weight_bytes(out_features=2, in_features=576, code_bits=4, group_size=128, scale_bits=16) == 2 * (288 + 10)
 
 
+def test_blocks_of_rows_and_columns_share_a_scale() -> None:
+    # DeepSeek-V3, kv_b_proj [32768, 512]: its weight_scale_inv has shape [256, 4]
+    size = weight_bytes(
+        out_features=32768, in_features=512, code_bits=8, group_size=128, group_rows=128, scale_bits=32
+    )
+    assert size == 32768 * 512 + 256 * 4 * 4
+    # kv_a_proj_with_mqa [576, 7168]: 576 = 4.5 x 128 rows have five scales a column of blocks, shape [5, 56]
+    size = weight_bytes(out_features=576, in_features=7168, code_bits=8, group_size=128, group_rows=128, scale_bits=32)
+    assert size == 576 * 7168 + 5 * 56 * 4
+
+
 def test_a_row_scale_needs_no_group() -> None:
     assert weight_bytes(out_features=10, in_features=100, code_bits=8, scale_bits=32) == 10 * 104
 
@@ -63,6 +74,8 @@ def test_impossible_sizes_are_named() -> None:
         weight_bytes(out_features=1, in_features=0, code_bits=4)
     with pytest.raises(HardwareError, match="group_size is -1"):
         weight_bytes(out_features=1, in_features=8, code_bits=4, group_size=-1)
+    with pytest.raises(HardwareError, match="group_rows is 0"):
+        weight_bytes(out_features=1, in_features=8, code_bits=4, group_size=4, group_rows=0)
     with pytest.raises(HardwareError, match="scale_bits is -8"):
         weight_bytes(out_features=1, in_features=8, code_bits=4, scale_bits=-8)
     with pytest.raises(HardwareError, match="num_tokens is 0"):
