@@ -93,8 +93,7 @@ def _stored_scales(tensors: Mapping[str, np.ndarray], choice: SiteChoice, scheme
     if scheme.scaling is None or not ROUNDINGS[choice.rounding].needs_data:
         return None
     rows, columns = choice.shape
-    granularity = scheme.scaling.granularity
-    per_group = (1, 1) if granularity.scope == "tensor" else (rows, granularity.num_groups(columns))
+    per_group = scheme.scaling.granularity.scale_shape(rows, columns)
 
     def read(part: str, shape: tuple[int, ...]) -> Tensor:
         found = tensors.get(f"{choice.name}/{part}")

@@ -1,6 +1,6 @@
 """Codes and scales: what a quantised tensor is, and back to values.
 
-Legend: N rows, K columns, G groups of a row.
+Legend: N rows, K columns, R rows of scales (N of them, save for blocks and per tensor), G groups of a row.
 
 The codes of a `QTensor` are kept as the *values* that they stand for (−8 … 7, or a number of fp4_e2m1), in fp32, since
 emulation and scoring need values; packing them into bits is storage, not numerics.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bitwright.quantize.granularity import spread
 from bitwright.quantize.scaling import Scales
 from bitwright.quantize.scheme import TensorScheme
 
@@ -24,16 +25,16 @@ class QTensor:
     scheme: TensorScheme
     #: Values of the codes, fp32 [N, K].
     codes_NK: Tensor
-    #: Stored scales as fp32 values, [N, G] ([1, 1] per tensor); None without scaling.
+    #: Stored scales as fp32 values, [R, G] ([1, 1] per tensor); None without scaling.
     scales_NG: Tensor | None = None
-    #: Zero points (integers as fp32) or minima, [N, G]; None where symmetric.
+    #: Zero points (integers as fp32) or minima, [R, G]; None where symmetric.
     offsets_NG: Tensor | None = None
     #: Second-level scale, fp32 0-d; None unless the scheme has one.
     tensor_scale: Tensor | None = None
 
     @property
     def scales(self) -> Scales:
-        """Stored scales and offsets, [N, G, 1], as `quantize` takes them."""
+        """Stored scales and offsets, [R, G, 1], as `quantize` takes them."""
         assert self.scales_NG is not None
         return Scales(
             scale=self.scales_NG.unsqueeze(-1),
@@ -48,18 +49,11 @@ class QTensor:
             return self.codes_NK
         assert self.scales_NG is not None
         scales = self.scales_NG if self.tensor_scale is None else self.scales_NG * self.tensor_scale
-        columns = self.codes_NK.shape[1]
-        scale_NK = spread(scales, scaling.granularity.group_columns(columns), columns)
+        rows, columns = self.codes_NK.shape
+        scale_NK = spread(scales, rows, columns, scaling.granularity)
         if self.offsets_NG is None:
             return self.codes_NK * scale_NK
-        offset_NK = spread(self.offsets_NG, scaling.granularity.group_columns(columns), columns)
+        offset_NK = spread(self.offsets_NG, rows, columns, scaling.granularity)
         if scaling.symmetry == "zero_point":
             return (self.codes_NK - offset_NK) * scale_NK
         return self.codes_NK * scale_NK + offset_NK
-
-
-def spread(per_group_NG: Tensor, group_columns: int, columns: int) -> Tensor:
-    """Repeat each group's number over its columns: [N, G] → [N, K] (or a broadcastable [N, 1] where one covers all)."""
-    if per_group_NG.shape[1] == 1:
-        return per_group_NG
-    return torch.repeat_interleave(per_group_NG, group_columns, dim=1)[:, :columns]

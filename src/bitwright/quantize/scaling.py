@@ -1,32 +1,67 @@
 """From numbers to scales.
 
-    amax        scale = amax / largest code value
-    ocp_floor   scale = 2^(floor(log2 amax) − emax)        OCP Microscaling Formats v1.0, section 6.3; elements saturate
-    minimum     scale = (max − min) / (number of codes − 1), offset = min           GGUF Q4_1
-    zero_point  the range is widened to hold 0; offset = round(−min / scale)        AWQ, GPTQ, compressed-tensors
-    two levels  tensor_scale = amax_tensor / (largest scale · largest code)
-                block scale = amax / largest code / tensor_scale                    NVFP4: 448 · 6
+Symmetric groups: `RULES` holds one function per `Scaling.rule`. With amax = max |x|, max and emax the largest code value
+and its exponent:
+
+    amax          amax / max
+    percentile    q / max, q the percentile of |x|, interpolated linearly         observers of PTQ; 100 gives amax
+    mse           the amax · ratio / max whose squared error is least              ratios of MSE_RATIOS, the first of
+                                                                                  equals; a group is never worse than
+                                                                                  under amax
+    ocp_floor     2^(floor(log2 amax) − emax)                                     OCP Microscaling Formats v1.0, 6.3
+    round_up      2^ceil(log2(amax / max))                                        NVIDIA MXFP8; torchao calls it RCEIL
+    power_of_two  1 / 2^(floor(log2(max / amax)) − margin)                        MS-AMP; Transformer Engine's block
+                                                                                  scaling is margin 0
+
+Under ocp_floor a group saturates when amax lies in (max, 2^(emax+1)) · 2^k, which is 448 to 512 for E4M3; round_up and
+power_of_two with margin 0 are the same number, the smallest power of two that holds amax, save where the fp32 quotient
+rounds onto a power of two: for max / amax that is amax one step above max · 2^k, and nothing else differs. A format
+whose largest value is a power of two (nf4) has all three alike at every amax that is a power of two.
+
+Two levels (NVFP4, as in Transformer Engine; 448 · 6 = 2688) measure each group in units of a tensor scale, in this
+order of fp32 operations:
+
+    inverse tensor scale = 2688 / amax_tensor         0 → 1, at most the largest fp32 number
+    block scale          = E4M3((amax_block · inverse tensor scale) / 6)
+    tensor scale         = amax_tensor / 2688         (1 / inverse tensor scale where that is 1 or capped)
+    code                 = E2M1(x / (block scale · tensor scale))
+
+With offsets:
+
+    minimum     scale = (max x − min x) / (number of codes − 1), offset = min x            GGUF Q4_1
+    zero_point  the range is widened to hold 0; offset = round(−min x / scale)     AWQ, GPTQ, compressed-tensors
 
 A scale is rounded to the format in which it is stored *before* codes are computed against it. Rounding it to nearest
 may place the largest element just outside the codes' range; it then saturates, as it does on the hardware. A group of
 zeros, or one so small that its scale is stored as zero, has scale 0 (E8M0 has no zero: 2^−127) and dequantises to its
-offset (zero where symmetric).
+offset (zero where symmetric); libraries that store the scale 1 there restore the same zeros.
 
 `shrink` < 1 multiplies the range before the scale is found: values outside saturate, all others are resolved finer.
 `full_range_scales` uses the one code more that two's complement has below zero: the group's extreme value, whatever its
 sign, takes the code −2^(b−1), by a scale of the opposite sign (GGUF's Q4_0 does so). Both serve `rounding/clip.py`.
+
+Scales that depend on what came before (delayed scaling) are a state machine: `delayed_scaling.py`.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from bitwright import formats
+from bitwright.formats import Format
 from bitwright.quantize.backends.torch import round_to_format
-from bitwright.quantize.scheme import Scaling
+from bitwright.quantize.scheme import ScaleRule, Scaling
+
+#: Shares of amax that "mse" tries, the plain amax first. Where the best one lies: 0.9 for int4 groups of 128 Gaussian
+#: numbers, 0.25 for int2 with one scale per tensor.
+MSE_RATIOS = tuple(1 - i / 50 for i in range(41))
+_LARGEST_FP32 = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,7 +78,92 @@ class Scales:
         return self.scale if self.tensor_scale is None else self.scale * self.tensor_scale
 
 
-def find_scales(grouped: Tensor, format_name: str, scaling: Scaling, shrink: float | Tensor = 1.0) -> Scales:
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Groups:
+    """What a rule looks at: the numbers of each group, and what they are to be stored as."""
+
+    #: fp32 [..., g].
+    values: Tensor
+    #: max |x| of each group, fp32 [..., 1]; NaN or Inf where the group holds one.
+    amax: Tensor
+    #: Format of the codes.
+    number: Format
+    scaling: Scaling
+    #: Factor on the range.
+    shrink: float | Tensor
+    #: Two levels: the tensor scale and its inverse, 0-d; None with one level.
+    tensor_scale: Tensor | None
+    inv_tensor_scale: Tensor | None
+    #: True for elements of `values` that merely fill up a short group; None where there are none.
+    filling: Tensor | None
+
+    def reach(self, magnitude: Tensor) -> Tensor:
+        """What the largest code must hold for `magnitude`: shrunk, and in units of the tensor scale."""
+        reached = magnitude * self.shrink
+        return reached if self.inv_tensor_scale is None else reached * self.inv_tensor_scale
+
+
+def _amax(groups: Groups) -> Tensor:
+    return groups.reach(groups.amax) / float(groups.number.max)
+
+
+def _percentile(groups: Groups) -> Tensor:
+    share = groups.scaling.percentile / 100
+    return groups.reach(_quantile(groups.values.abs(), share, groups.filling)) / float(groups.number.max)
+
+
+def _mse(groups: Groups) -> Tensor:
+    best = _store(_amax(groups), groups.scaling.scale_format)
+    least = _relative_squared_error(groups, best)
+    for ratio in MSE_RATIOS[1:]:
+        scale = _store(groups.reach(groups.amax * ratio) / float(groups.number.max), groups.scaling.scale_format)
+        error = _relative_squared_error(groups, scale)
+        better = error < least  # never where the group is not finite
+        least = torch.where(better, error, least)
+        best = torch.where(better, scale, best)
+    return best
+
+
+def _ocp_floor(groups: Groups) -> Tensor:
+    reached = groups.reach(groups.amax)
+    return _zero_where(reached == 0, exact_power_of_two(floor_log2(reached) - groups.number.emax))
+
+
+def _round_up(groups: Groups) -> Tensor:
+    ratio = groups.reach(groups.amax) / float(groups.number.max)
+    floor = floor_log2(ratio)
+    has_rest = exact_power_of_two(floor) < ratio
+    return _zero_where(ratio == 0, exact_power_of_two(floor + has_rest.int()))
+
+
+def _power_of_two(groups: Groups) -> Tensor:
+    reached = groups.reach(groups.amax)
+    inverse = (float(groups.number.max) / reached).clamp(max=_LARGEST_FP32)
+    return _zero_where(reached == 0, exact_power_of_two(groups.scaling.margin - floor_log2(inverse)))
+
+
+#: Every scale rule: groups → ideal scales fp32 [..., 1], before they are rounded to their stored format. What a rule
+#: answers for a group that is not finite does not matter.
+RULES: Mapping[ScaleRule, Callable[[Groups], Tensor]] = MappingProxyType(
+    {
+        "amax": _amax,
+        "percentile": _percentile,
+        "mse": _mse,
+        "ocp_floor": _ocp_floor,
+        "round_up": _round_up,
+        "power_of_two": _power_of_two,
+    }
+)
+
+
+def find_scales(
+    grouped: Tensor,
+    format_name: str,
+    scaling: Scaling,
+    shrink: float | Tensor = 1.0,
+    *,
+    filling: Tensor | None = None,
+) -> Scales:
     """Scales for groups along the last dimension.
 
     Args:
@@ -51,6 +171,8 @@ def find_scales(grouped: Tensor, format_name: str, scaling: Scaling, shrink: flo
         format_name: format of the codes.
         scaling: the rule.
         shrink: factor on the range, a number or a tensor broadcastable to [..., 1].
+        filling: which elements only fill up a short group (`granularity.is_filling`), so that percentile and mse leave
+            them out; None where there are none, or where the rule looks at amax alone.
 
     Returns:
         Scales with shapes [..., 1]. NaN or Inf in a group gives that group a non-finite scale, and so non-finite
@@ -58,24 +180,23 @@ def find_scales(grouped: Tensor, format_name: str, scaling: Scaling, shrink: flo
     """
     if scaling.symmetry != "symmetric":
         return _asymmetric(grouped, format_name, scaling, shrink)
+    if grouped.shape[-1] == 0:
+        grouped = grouped.new_zeros(*grouped.shape[:-1], 1)  # one scale per tensor, of a tensor without elements
     number = formats.get(format_name)
     peak = grouped.abs().amax(-1, keepdim=True)
-    amax = peak * shrink
-    if scaling.rule == "ocp_floor":
-        _, exponent = torch.frexp(amax)  # amax = m · 2^exponent with m in [½, 1), and 0 = 0 · 2^0
-        exponent = torch.where(amax == 0, -127, exponent - 1 - number.emax).clamp(-127, 127)
-        scale = torch.ldexp(torch.ones_like(amax), exponent)
-        scale = torch.where(torch.isfinite(amax), scale, amax)
-        return Scales(scale=scale, offset=None, tensor_scale=None)
-    ideal = amax / float(number.max)
-    if not scaling.tensor_scale:
-        return Scales(scale=_store(ideal, scaling.scale_format), offset=None, tensor_scale=None)
-    largest_scale = float(formats.get(scaling.scale_format).max)
-    finite = torch.where(torch.isfinite(peak), peak, torch.zeros_like(peak))
-    tensor_peak = finite.amax() if finite.numel() else finite.new_zeros(())
-    tensor_scale = tensor_peak / (largest_scale * float(number.max))
-    tensor_scale = torch.where(tensor_scale > 0, tensor_scale, torch.ones_like(tensor_scale))
-    return Scales(scale=_store(ideal / tensor_scale, scaling.scale_format), offset=None, tensor_scale=tensor_scale)
+    tensor_scale, inv_tensor_scale = _tensor_scale(peak, number, scaling) if scaling.tensor_scale else (None, None)
+    groups = Groups(
+        values=grouped,
+        amax=peak,
+        number=number,
+        scaling=scaling,
+        shrink=shrink,
+        tensor_scale=tensor_scale,
+        inv_tensor_scale=inv_tensor_scale,
+        filling=filling,
+    )
+    scale = _store(torch.where(torch.isfinite(peak), RULES[scaling.rule](groups), peak), scaling.scale_format)
+    return Scales(scale=scale, offset=None, tensor_scale=tensor_scale)
 
 
 def full_range_scales(grouped: Tensor, format_name: str, scaling: Scaling, shrink: float) -> Scales:
@@ -91,6 +212,65 @@ def full_range_scales(grouped: Tensor, format_name: str, scaling: Scaling, shrin
     extreme = torch.where(high > -low, high, low)
     scale = _store(extreme * (shrink / float(formats.get(format_name).min)), scaling.scale_format)
     return Scales(scale=scale, offset=None, tensor_scale=None)
+
+
+def floor_log2(x: Tensor) -> Tensor:
+    """floor(log2 x) of positive finite fp32 numbers, exactly, subnormals too: int32, the shape of `x`."""
+    return torch.frexp(x).exponent - 1  # x = m · 2^exponent with m in [½, 1)
+
+
+def exact_power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent in fp32, exactly: int32 exponents, held within those of fp32 (−149 to 127), of any shape."""
+    held = exponent.clamp(-149, 127)
+    normal = (held.clamp(min=-126) + 127) << 23
+    subnormal = torch.ones_like(held) << (held.clamp(max=-127) + 149)
+    return torch.where(held >= -126, normal, subnormal).view(torch.float32)
+
+
+def _tensor_scale(peak: Tensor, number: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
+    """The tensor scale and its inverse, from the groups that are finite: 0-d."""
+    finite = torch.where(torch.isfinite(peak), peak, torch.zeros_like(peak))
+    tensor_peak = finite.amax() if finite.numel() else finite.new_zeros(())
+    limit = float(formats.get(scaling.scale_format).max) * float(number.max)
+    inverse = limit / tensor_peak
+    special = torch.where(tensor_peak == 0, torch.ones_like(inverse), torch.full_like(inverse, _LARGEST_FP32))
+    is_special = torch.isinf(inverse)
+    inverse = torch.where(is_special, special, inverse)
+    return torch.where(is_special, 1 / inverse, tensor_peak / limit), inverse
+
+
+def _relative_squared_error(groups: Groups, scale: Tensor) -> Tensor:
+    """Sum over the group of ((x̂ − x) / amax)², fp64 [..., 1]: dividing keeps huge and tiny groups within range."""
+    effective = scale if groups.tensor_scale is None else scale * groups.tensor_scale
+    restored = round_to_format(groups.values / torch.where(effective == 0, 1.0, effective), groups.number) * effective
+    error = (restored - groups.values) / torch.where(groups.amax == 0, 1.0, groups.amax)
+    if groups.filling is not None:
+        error = error.masked_fill(groups.filling, 0.0)
+    return error.square().sum(-1, keepdim=True, dtype=torch.float64)
+
+
+def _quantile(magnitudes: Tensor, share: float, filling: Tensor | None) -> Tensor:
+    """The quantile of the last dimension, [..., 1]: linear between order statistics share · (n − 1) apart from the first.
+
+    As `torch.quantile`, which takes no more than 2^24 numbers; the place between two numbers is found in fp64.
+    """
+    if filling is None:
+        num_values = magnitudes.shape[-1]
+        place = share * (num_values - 1)
+        below = math.floor(place)
+        low = magnitudes.kthvalue(below + 1, dim=-1, keepdim=True).values
+        high = magnitudes.kthvalue(min(below + 2, num_values), dim=-1, keepdim=True).values
+        return torch.lerp(low, high, place - below)
+    ordered = magnitudes.masked_fill(filling, torch.inf).sort(dim=-1).values
+    last = (~filling).expand_as(magnitudes).sum(-1, keepdim=True) - 1
+    places = share * last.double()
+    low_index = places.floor().long()
+    low, high = ordered.gather(-1, low_index), ordered.gather(-1, torch.minimum(low_index + 1, last))
+    return torch.lerp(low, high, (places - low_index).float())
+
+
+def _zero_where(is_zero: Tensor, scale: Tensor) -> Tensor:
+    return torch.where(is_zero, torch.zeros_like(scale), scale)
 
 
 def _asymmetric(grouped: Tensor, format_name: str, scaling: Scaling, shrink: float | Tensor) -> Scales:

@@ -12,29 +12,54 @@ A scheme is a record. Nothing in bitwright branches on its name: whatever a sche
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from bitwright import formats
+from bitwright.errors import SchemeError
 from bitwright.hardware.memory import weight_bytes
 from bitwright.quantize.granularity import Granularity
 
-ScaleRule = Literal["amax", "ocp_floor"]
+#: How a group's numbers become a scale; `scaling.py` has the formulas and where each comes from.
+ScaleRule = Literal["amax", "percentile", "mse", "ocp_floor", "round_up", "power_of_two"]
 Symmetry = Literal["symmetric", "zero_point", "minimum"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaling:
-    """Which numbers share a scale, how it is found, and in which format it is stored."""
+    """Which numbers share a scale, how it is found, and in which format it is stored.
+
+    Raises:
+        SchemeError: the fields contradict each other.
+    """
 
     granularity: Granularity
     #: Format in which each scale is stored; codes are computed against the stored scale, so nothing is lost later.
     scale_format: str
-    #: "amax": amax / largest code value. "ocp_floor": 2^(floor(log2 amax) − emax) (OCP MX v1.0, section 6.3).
+    #: How the scale follows from the group's numbers; offsets (`symmetry`) are found by "amax" only.
     rule: ScaleRule = "amax"
+    #: Rule "percentile": the share of magnitudes, in percent, that the codes must reach; 100 is amax.
+    percentile: float = 100.0
+    #: Rule "power_of_two": binary orders of magnitude kept free above amax.
+    margin: int = 0
     #: How codes map to values; see the module docstring.
     symmetry: Symmetry = "symmetric"
     #: Two-level scaling (NVFP4): block scales are stored relative to one fp32 scale per tensor.
     tensor_scale: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rule not in get_args(ScaleRule):
+            raise SchemeError(f"unknown scale rule {self.rule!r}; use one of {', '.join(get_args(ScaleRule))}")
+        if not 0 < self.percentile <= 100:
+            raise SchemeError(f"percentile is {self.percentile}; give a share of magnitudes in (0, 100], in percent")
+        if self.percentile != 100 and self.rule != "percentile":
+            raise SchemeError(f"percentile is {self.percentile}, but rule {self.rule!r} does not look at it; leave it out")
+        if self.margin and self.rule != "power_of_two":
+            raise SchemeError(f"margin is {self.margin}, but rule {self.rule!r} does not look at it; leave it out")
+        if self.symmetry != "symmetric" and (self.rule != "amax" or self.tensor_scale):
+            raise SchemeError(
+                f"symmetry {self.symmetry!r} goes with rule 'amax' and one level of scales only, not with rule "
+                f"{self.rule!r} and tensor_scale {self.tensor_scale}; make it symmetric or change the rule"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +85,7 @@ class TensorScheme:
             in_features=columns,
             code_bits=code_bits,
             group_size=scaling.granularity.group_size or None,
+            group_rows=scaling.granularity.block_rows or 1,
             scale_bits=0 if per_tensor else scale_bits,
             zero_point_bits=0 if per_tensor else offset_bits,
             tensor_scale_bits=(scale_bits + offset_bits if per_tensor else 0) + (32 if scaling.tensor_scale else 0),
