@@ -2,7 +2,8 @@
 
 A folder is the registry: each public module in it defines one constant (``FORMATS``, ``SCHEMES``, …), a tuple of named
 records. Adding a thing is adding one file. Nothing registers itself at import, no list is kept by hand, and a name
-that two files claim is an error that names both.
+that two files claim is an error that names both. What users bring along (``--format-file``) is added by an explicit
+call, under the same rules.
 
     FORMATS = Catalog(kind="format", package="bitwright.formats.definitions", attribute="FORMATS", record_type=Format)
     FORMATS["fp8_e4m3"]        # UnknownName: unknown format 'fp8e4m3'; did you mean 'fp8_e4m3'? Known: …
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from bitwright.errors import UnknownName
+from bitwright.errors import BitwrightError, UnknownName
 
 
 class Named(Protocol):
@@ -49,6 +50,7 @@ class Catalog(Mapping[str, T], Generic[T]):
     #: The class (or classes) every record must be an instance of.
     record_type: type | tuple[type, ...]
     _records: dict[str, T] = field(default_factory=dict, repr=False, compare=False)
+    _origins: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def _scan(self) -> dict[str, T]:
         if self._records:
@@ -73,7 +75,29 @@ class Catalog(Mapping[str, T], Generic[T]):
                 found[record.name] = record
                 origin[record.name] = module.__name__
         self._records.update(found)
+        self._origins.update(origin)
         return self._records
+
+    def add(self, record: T, origin: str) -> None:
+        """Take a record that lies outside the package, for as long as this process runs.
+
+        Args:
+            record: of one of the classes of `record_type`.
+            origin: where it comes from, for the message about a second one of its name.
+
+        Raises:
+            BitwrightError: the name is taken; both origins are named.
+            TypeError: the record is of another class.
+        """
+        if not isinstance(record, self.record_type):
+            raise TypeError(f"{origin} holds {record!r}, which is no {self.kind}")
+        if record.name in self._scan():
+            raise BitwrightError(
+                f"{self.kind} '{record.name}' is defined twice: in {self._origins[record.name]} and {origin}; "
+                "rename one of them"
+            )
+        self._records[record.name] = record
+        self._origins[record.name] = origin
 
     def __getitem__(self, name: str) -> T:
         records = self._scan()

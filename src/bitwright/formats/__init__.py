@@ -9,40 +9,47 @@
     formats.table("fp4_e2m1")                     # [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0, -0.5, …]
     formats.resolve("torch.float8_e4m3fn")        # "fp8_e4m3": names of other libraries, at the borders only
 
-What a record holds is in `types`, bit layout → value in `decode`, rounding in `round`, overflow in `encode`; each
-family of formats is one file in `definitions`. This is the reference: every fast kernel agrees with it bit for bit.
+What a record holds is in `types`, bit layout → value in `decode`, rounding in `round`, random bits in `philox`,
+overflow in `encode`; each family of formats is one file in `definitions`, and a user's own come from a `format_file`.
+This is the reference: every fast kernel agrees with it bit for bit.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bitwright.catalog import Catalog, nearest_name_hint
-from bitwright.errors import UnknownName
+from bitwright.errors import FormatError, UnknownName
 from bitwright.formats.decode import decode_codes, value_table
 from bitwright.formats.describe import FormatRow, describe_all
-from bitwright.formats.encode import OVERFLOWS, OverflowRule, encode_values
-from bitwright.formats.round import ROUNDINGS
-from bitwright.formats.types import FloatFormat, Format, IntFormat, Specials
+from bitwright.formats.encode import OVERFLOWS, OverflowRule, OverflowValues, encode_values, overflow_values
+from bitwright.formats.format_file import read_format_file
+from bitwright.formats.round import MAX_RANDOM_BITS, ROUNDINGS, RoundingMode
+from bitwright.formats.types import CodebookFormat, FloatFormat, Format, IntFormat, Specials
 
 __all__ = [
     "FORMATS",
     "OVERFLOWS",
     "ROUNDINGS",
+    "CodebookFormat",
     "FloatFormat",
     "Format",
     "FormatRow",
     "IntFormat",
     "OverflowRule",
+    "OverflowValues",
+    "RoundingMode",
     "Specials",
+    "add",
     "decode",
     "encode",
     "get",
     "names",
+    "overflow_values",
+    "read_format_file",
     "resolve",
     "round",
     "rows",
@@ -54,7 +61,7 @@ FORMATS: Catalog[Format] = Catalog(
     kind="format",
     package="bitwright.formats.definitions",
     attribute="FORMATS",
-    record_type=(FloatFormat, IntFormat),
+    record_type=(FloatFormat, IntFormat, CodebookFormat),
 )
 
 
@@ -110,7 +117,15 @@ def decode(name: str, codes: npt.ArrayLike) -> npt.NDArray[np.float64]:
     return decode_codes(FORMATS[name], codes)
 
 
-def encode(name: str, x: npt.ArrayLike, rounding: str = "nearest_even", overflow: str = "saturate") -> npt.NDArray[Any]:
+def encode(
+    name: str,
+    x: npt.ArrayLike,
+    rounding: str = "nearest_even",
+    overflow: str = "saturate",
+    *,
+    seed: int | None = None,
+    random_bits: int = MAX_RANDOM_BITS,
+) -> npt.NDArray[Any]:
     """Return the code that every value rounds to: real numbers, any shape → uint8/16/32/64, the same shape.
 
     Args:
@@ -118,23 +133,32 @@ def encode(name: str, x: npt.ArrayLike, rounding: str = "nearest_even", overflow
         x: values that float64 holds exactly.
         rounding: a name in `ROUNDINGS`.
         overflow: a name in `OVERFLOWS`.
+        seed: in [0, 2**64); needed, and read, by stochastic rounding only. The same seed draws the same bits.
+        random_bits: 1 to 32, of each element; read by stochastic rounding only.
 
     Raises:
-        FormatError: `x` is not exact in float64, or holds NaN and the format has none.
+        FormatError: `x` is not exact in float64, or holds NaN and the format has none, or the seed is missing.
         UnknownName: no such format, rounding or overflow rule.
     """
-    return encode_values(FORMATS[name], x, rounding, overflow)
+    return encode_values(FORMATS[name], x, rounding, overflow, seed=seed, random_bits=random_bits)
 
 
 def round(
-    name: str, x: npt.ArrayLike, rounding: str = "nearest_even", overflow: str = "saturate"
+    name: str,
+    x: npt.ArrayLike,
+    rounding: str = "nearest_even",
+    overflow: str = "saturate",
+    *,
+    seed: int | None = None,
+    random_bits: int = MAX_RANDOM_BITS,
 ) -> npt.NDArray[np.float64]:
     """Return what is left of every value in a format: ``decode(encode(x))``, float64, the shape of `x`.
 
     Arguments and errors are those of `encode`.
     """
     format = FORMATS[name]
-    return decode_codes(format, encode_values(format, x, rounding, overflow))
+    codes = encode_values(format, x, rounding, overflow, seed=seed, random_bits=random_bits)
+    return decode_codes(format, codes)
 
 
 def rows() -> tuple[FormatRow, ...]:
@@ -142,7 +166,26 @@ def rows() -> tuple[FormatRow, ...]:
     return describe_all(FORMATS.values())
 
 
-@cache
+def add(format: Format, *, origin: str = "a call of formats.add") -> None:
+    """Take a format of one's own into the catalog, for as long as this process runs.
+
+    Args:
+        format: its record, say from `read_format_file`.
+        origin: where it comes from, for messages.
+
+    Raises:
+        BitwrightError: another format has its name, or an alias that it claims; both origins are named.
+    """
+    taken = _aliases()
+    for claimed in (format.name, *(alias.lower() for alias in format.aliases)):
+        if claimed in taken or (claimed in FORMATS and claimed != format.name):
+            raise FormatError(
+                f"'{claimed}', claimed by format '{format.name}' in {origin}, already stands for "
+                f"'{taken.get(claimed, claimed)}'; choose another name or alias"
+            )
+    FORMATS.add(format, origin)
+
+
 def _aliases() -> dict[str, str]:
     found: dict[str, str] = {}
     for format in FORMATS.values():

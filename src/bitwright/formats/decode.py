@@ -1,8 +1,8 @@
 """Bit layout → value: ``value = (-1)**sign * significand * 2**(exponent - fraction_bits)``, exact in float64.
 
-The layout and its source are in `types`. A code is an unsigned integer; wider arrays are taken as they are, so that
-int64 codes work as well as uint8 ones. Values of formats up to 16 bits are read from the table of all their values,
-which this module computes once per format.
+The layout and its source are in `types`; a codebook lists its values there. A code is an unsigned integer; wider arrays
+are taken as they are, so that int64 codes work as well as uint8 ones. Values of formats up to 16 bits are read from the
+table of all their values, which this module computes once per format.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bitwright.errors import FormatError
-from bitwright.formats.types import FloatFormat, Format, IntFormat
+from bitwright.formats.types import CodebookFormat, FloatFormat, Format, IntFormat
 
 #: Formats up to this width decode through their table.
 TABLE_LOOKUP_BITS = 16
@@ -78,6 +78,8 @@ def _arithmetic(format: Format, codes: npt.NDArray[np.uint64]) -> npt.NDArray[np
         case IntFormat():
             values = codes.astype(np.float64)
             return np.where(values > format.max, values - float(1 << format.bits), values)
+        case CodebookFormat():
+            return np.asarray(format.values, dtype=np.float64)[codes.astype(np.intp)]
 
 
 def _float_values(format: FloatFormat, codes: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:

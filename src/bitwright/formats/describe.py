@@ -5,7 +5,8 @@ Derived figures, for a format of p significant bits (the hidden one included):
     decimal digits    p · log10(2)      (fp32 7.2, bf16 2.4)
     steps per octave  2**(p − 1)        values from 2**k up to, not including, 2**(k+1), in the normal range
 
-An integer's steps grow with its value, so it has none per octave; its digits are those of its largest value.
+The steps of integers and codebooks do not grow with the value, so that they have none per octave. Their digits are
+log10(max / widest step): an integer's are those of its largest value.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
-from bitwright.formats.types import FloatFormat, Format, IntFormat
+from bitwright.formats.types import CodebookFormat, FloatFormat, Format, IntFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +27,8 @@ class FormatRow:
     name: str
     #: Width of a code.
     bits: int
-    #: Fields from the top bit: "1·4·3" is sign, exponent, fraction; "two's complement" and "unsigned" are integers.
+    #: Fields from the top bit: "1·4·3" is sign, exponent, fraction; "two's complement" and "unsigned" are integers, and
+    #: a "codebook" is a list of values.
     layout: str
     #: Largest finite value.
     max: float
@@ -64,6 +67,12 @@ def describe(format: Format) -> FormatRow:
             min_normal, min_subnormal = 1.0, None
             steps_per_octave = None
             digits = math.log10(format.max)
+        case CodebookFormat():
+            layout = "codebook"
+            ascending = sorted(format.values)
+            min_normal, min_subnormal = min(value for value in ascending if value > 0), None
+            steps_per_octave = None
+            digits = max(0.0, math.log10(format.max / max(b - a for a, b in pairwise(ascending))))
     return FormatRow(
         name=format.name,
         bits=format.bits,
@@ -82,9 +91,10 @@ def describe(format: Format) -> FormatRow:
 
 
 def describe_all(formats: Iterable[Format]) -> tuple[FormatRow, ...]:
-    """Return the rows of many formats: floats before integers, wide before narrow, then by name."""
+    """Return the rows of many formats: floats, codebooks, integers; wide before narrow, then by name."""
+    kinds = (FloatFormat, CodebookFormat, IntFormat)
 
-    def order(format: Format) -> tuple[bool, int, str]:
-        return isinstance(format, IntFormat), -format.bits, format.name
+    def order(format: Format) -> tuple[int, int, str]:
+        return kinds.index(type(format)), -format.bits, format.name
 
     return tuple(describe(format) for format in sorted(formats, key=order))

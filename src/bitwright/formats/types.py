@@ -11,7 +11,8 @@ order, so that the next larger value is always ``i + 1``, across subnormals and 
 Special values sit at the top of the magnitude order (IEEE 754: the whole last binade; OCP E4M3: one code), or on the
 code that would be −0 (the FNUZ formats), or nowhere. `Specials` says which; nothing else in the package asks.
 
-Integers are two's complement. Scales are no part of a format: they belong to a scheme.
+Integers are two's complement. A codebook is what no rule of layout describes: one value per code, written out. Scales
+are no part of a format: they belong to a scheme.
 
 Sources: IEEE 754-2019 §3.4; OCP 8-bit Floating Point Specification (OFP8) 1.0, tables 1 and 2; OCP
 Microscaling Formats (MX) 1.0, tables 4, 5 and 7.
@@ -21,7 +22,9 @@ Rejected: one flag per standard ("ieee", "fn", "fnuz"), since a branch on it is 
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
+from itertools import pairwise
 
 from bitwright.errors import FormatError
 
@@ -77,8 +80,8 @@ class FloatFormat:
     aliases: tuple[str, ...] = ()
     #: Document and table that the facts come from.
     source: str
-    #: Code → value pairs copied from that table.
-    golden: Golden
+    #: Code → value pairs copied from that table. Formats of the catalog have some; a user's own may go without.
+    golden: Golden = ()
 
     def __post_init__(self) -> None:
         specials = self.specials
@@ -102,7 +105,7 @@ class FloatFormat:
                 f"{self.fraction_bits} fraction bits; a format must fit float64 (steps of 2**-1074 to 1, maximum "
                 "below 2**1024, 52 fraction bits), so choose another bias or fewer bits"
             )
-        _raise_without_golden(self.name, self.source, self.golden)
+        _raise_without_source(self.name, self.source)
 
     @property
     def bits(self) -> int:
@@ -206,13 +209,13 @@ class IntFormat:
     aliases: tuple[str, ...] = ()
     #: Document and table that the facts come from.
     source: str
-    #: Code → value pairs copied from that table.
-    golden: Golden
+    #: Code → value pairs copied from that table. Formats of the catalog have some; a user's own may go without.
+    golden: Golden = ()
 
     def __post_init__(self) -> None:
         if not 1 + self.signed <= self.bits <= 32:
             raise FormatError(f"format '{self.name}' has {self.bits} bits; give 1 to 32, at least 2 where signed")
-        _raise_without_golden(self.name, self.source, self.golden)
+        _raise_without_source(self.name, self.source)
 
     @property
     def max(self) -> float:
@@ -250,13 +253,98 @@ class IntFormat:
         return False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodebookFormat:
+    """A format that is a list of values, one per code, in any order. Neither Inf nor NaN, nor a second zero.
+
+    Raises:
+        FormatError: there are not ``2**bits`` values, two are equal, one is not exact in fp32 or not finite, or none
+            is positive.
+    """
+
+    #: Canonical name.
+    name: str
+    #: Width of a code, 1 to 16.
+    bits: int
+    #: The value of every code in order; exact in fp32, since kernels keep the list in fp32.
+    values: tuple[float, ...]
+    #: Names of other libraries, accepted by `formats.resolve` only. Case does not matter.
+    aliases: tuple[str, ...] = ()
+    #: Document and table that the facts come from.
+    source: str
+    #: Code → value pairs copied from that table. Formats of the catalog have some; a user's own may go without.
+    golden: Golden = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits <= 16:
+            raise FormatError(f"format '{self.name}' has {self.bits} bits; give a codebook 1 to 16")
+        if len(self.values) != 1 << self.bits:
+            raise FormatError(
+                f"format '{self.name}' lists {len(self.values)} values for {self.bits} bits; "
+                f"list {1 << self.bits}, one per code"
+            )
+        for value in self.values:
+            if not abs(value) <= _FP32_MAX or struct.unpack("f", struct.pack("f", value))[0] != value:
+                raise FormatError(
+                    f"format '{self.name}' lists {value!r}, which is no finite fp32 number; round it first"
+                )
+            if value == 0 and math.copysign(1.0, value) < 0:
+                raise FormatError(f"format '{self.name}' lists −0, which a codebook cannot tell from 0; write 0")
+        ascending = sorted(self.values)
+        for value, following in pairwise(ascending):
+            if value == following:
+                raise FormatError(f"format '{self.name}' lists {value!r} twice; give every code a value of its own")
+        if ascending[-1] <= 0:
+            raise FormatError(f"format '{self.name}' has no positive value; a scale could not be fitted to it")
+        _raise_without_source(self.name, self.source)
+
+    @property
+    def signed(self) -> bool:
+        """Some value is negative."""
+        return self.min < 0
+
+    @property
+    def max(self) -> float:
+        """Largest value."""
+        return max(self.values)
+
+    @property
+    def min(self) -> float:
+        """Smallest value."""
+        return min(self.values)
+
+    @property
+    def emax(self) -> int:
+        """Exponent of the largest value: ``floor(log2(max))``."""
+        return math.frexp(self.max)[1] - 1
+
+    @property
+    def has_inf(self) -> bool:
+        """Always False."""
+        return False
+
+    @property
+    def has_nan(self) -> bool:
+        """Always False."""
+        return False
+
+    @property
+    def has_zero(self) -> bool:
+        """Zero is among the values."""
+        return 0.0 in self.values
+
+    @property
+    def has_negative_zero(self) -> bool:
+        """Always False."""
+        return False
+
+
 #: What the catalog holds.
-Format = FloatFormat | IntFormat
+Format = FloatFormat | IntFormat | CodebookFormat
+
+_FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
 
 
-def _raise_without_golden(name: str, source: str, golden: Golden) -> None:
-    if not source or not golden:
-        raise FormatError(
-            f"format '{name}' has no source or no golden values; name the document and table, and copy a few "
-            "code → value pairs from it"
-        )
+def _raise_without_source(name: str, source: str) -> None:
+    if not source.strip():
+        raise FormatError(f"format '{name}' has no source; name the document and table that its facts come from")

@@ -1,4 +1,4 @@
-"""Integers of 2, 3, 4 and 8 bits, two's complement and unsigned.
+"""Integers of 2 to 8 bits and of 16, two's complement and unsigned.
 
 The range is the whole code range (int8: −128 to 127). Whether a scheme uses it symmetrically (−127 to 127) is the
 scheme's business; so are scales and zero points.
@@ -13,12 +13,44 @@ _UNSIGNED = "ISO/IEC 9899:2024 (C23) §6.2.6.2: pure binary representation"
 
 FORMATS = (
     IntFormat(
+        name="int16",
+        bits=16,
+        signed=True,
+        aliases=("i16", "s16"),
+        source=_TWOS_COMPLEMENT,
+        golden=((0x0000, 0.0), (0x0001, 1.0), (0x7FFF, 32767.0), (0x8000, -32768.0), (0xFFFF, -1.0)),
+    ),
+    IntFormat(
         name="int8",
         bits=8,
         signed=True,
         aliases=("i8", "s8"),
         source=_TWOS_COMPLEMENT,
         golden=((0x00, 0.0), (0x01, 1.0), (0x7F, 127.0), (0x80, -128.0), (0xFF, -1.0)),
+    ),
+    IntFormat(
+        name="int7",
+        bits=7,
+        signed=True,
+        aliases=("i7", "s7"),
+        source=_TWOS_COMPLEMENT,
+        golden=((0x00, 0.0), (0x01, 1.0), (0x3F, 63.0), (0x40, -64.0), (0x7F, -1.0)),
+    ),
+    IntFormat(
+        name="int6",
+        bits=6,
+        signed=True,
+        aliases=("i6", "s6"),
+        source=_TWOS_COMPLEMENT,
+        golden=((0x00, 0.0), (0x01, 1.0), (0x1F, 31.0), (0x20, -32.0), (0x3F, -1.0)),
+    ),
+    IntFormat(
+        name="int5",
+        bits=5,
+        signed=True,
+        aliases=("i5", "s5"),
+        source=_TWOS_COMPLEMENT,
+        golden=((0x00, 0.0), (0x01, 1.0), (0x0F, 15.0), (0x10, -16.0), (0x1F, -1.0)),
     ),
     IntFormat(
         name="int4",
@@ -51,6 +83,22 @@ FORMATS = (
         aliases=("u8",),
         source=_UNSIGNED,
         golden=((0x00, 0.0), (0x01, 1.0), (0x80, 128.0), (0xFF, 255.0)),
+    ),
+    IntFormat(
+        name="uint6",
+        bits=6,
+        signed=False,
+        aliases=("u6",),
+        source=_UNSIGNED,
+        golden=((0x00, 0.0), (0x01, 1.0), (0x20, 32.0), (0x3F, 63.0)),
+    ),
+    IntFormat(
+        name="uint5",
+        bits=5,
+        signed=False,
+        aliases=("u5",),
+        source=_UNSIGNED,
+        golden=((0x00, 0.0), (0x01, 1.0), (0x10, 16.0), (0x1F, 31.0)),
     ),
     IntFormat(
         name="uint4",

@@ -1,7 +1,8 @@
 """The two 8-bit floats of the Open Compute Project: E4M3 for weights and activations, E5M2 for gradients.
 
 E4M3 gives up Inf and all NaNs but one per sign, and reaches 448 that way. It is what torch calls ``float8_e4m3fn``. The
-IEEE-style E4M3 (ml_dtypes' ``float8_e4m3``, maximum 240, with Inf) is another format and no alias of this one.
+IEEE-style E4M3 (ml_dtypes' ``float8_e4m3``, maximum 240, with Inf) is another format, in `ieee_fp8`, and no alias of
+this one.
 """
 
 from __future__ import annotations
