@@ -233,8 +233,8 @@ def _float_codes(
             codes[is_nan] = _codes_of(format, stand_in.nan, np.signbit(np.full(int(is_nan.sum()), stand_in.nan)))
     if not format.signed and rule.below != "magnitude":
         below: Bools = (values < 0) & (codes != 0) if format.has_zero else values <= 0
-        becomes_nan = rule.below == "special" and format.nan_code is not None
-        codes[below] = format.nan_code if becomes_nan else 0
+        nan_code = format.nan_code if rule.below == "special" else None
+        codes[below] = 0 if nan_code is None else nan_code
     return codes
 
 
@@ -279,4 +279,5 @@ def exact_float64(x: npt.ArrayLike) -> Floats:
         raise FormatError(
             f"values of dtype {array.dtype} cannot be rounded; pass real numbers of at most 64 bits (float or integer)"
         )
-    return array.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # signalling NaNs become quiet ones
+        return array.astype(np.float64)
