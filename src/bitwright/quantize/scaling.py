@@ -3,7 +3,7 @@
 Symmetric groups: `RULES` holds one function per `Scaling.rule`. With amax = max |x|, max and emax the largest code value
 and its exponent:
 
-    amax          amax / max
+    amax          amax / max                                                      compressed-tensors, AWQ, GPTQ, QLoRA
     percentile    q / max, q the percentile of |x|, interpolated linearly         observers of PTQ; 100 gives amax
     mse           the amax · ratio / max whose squared error is least              ratios of MSE_RATIOS, the first of
                                                                                   equals; a group is never worse than
@@ -13,17 +13,17 @@ and its exponent:
     power_of_two  1 / 2^(floor(log2(max / amax)) − margin)                        MS-AMP; Transformer Engine's block
                                                                                   scaling is margin 0
 
-Under ocp_floor a group saturates when amax lies in (max, 2^(emax+1)) · 2^k, which is 448 to 512 for E4M3; round_up and
-power_of_two with margin 0 are the same number, the smallest power of two that holds amax, save where the fp32 quotient
-rounds onto a power of two: for max / amax that is amax one step above max · 2^k, and nothing else differs. A format
-whose largest value is a power of two (nf4) has all three alike at every amax that is a power of two.
+Under ocp_floor a group saturates when amax lies in (max, 2^(emax+1)) · 2^k, which is 448 to 512 for E4M3. round_up and
+power_of_two with margin 0 are one and the same number, the smallest power of two under which amax does not saturate;
+all three agree for the other amaxes. All three are exact in fp32 and in E8M0. A stored scale s multiplies codes by
+s · 2^element_exponent; max and emax above are then those of code · 2^element_exponent.
 
 Two levels (NVFP4, as in Transformer Engine; 448 · 6 = 2688) measure each group in units of a tensor scale, in this
-order of fp32 operations:
+order of fp32 operations, which is that of `formats/blocks.py`:
 
     inverse tensor scale = 2688 / amax_tensor         0 → 1, at most the largest fp32 number
-    block scale          = E4M3((amax_block · inverse tensor scale) / 6)
-    tensor scale         = amax_tensor / 2688         (1 / inverse tensor scale where that is 1 or capped)
+    block scale          = E4M3((amax_block / 6) · inverse tensor scale)
+    tensor scale         = amax_tensor / 2688         0 → 1, at least 2^−128, where the inverse is capped
     code                 = E2M1(x / (block scale · tensor scale))
 
 With offsets:
@@ -47,7 +47,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -68,6 +68,7 @@ _LARGEST_FP32 = torch.finfo(torch.float32).max
 class Scales:
     """Stored scales of a grouped tensor [..., group]: all have a trailing dimension of 1."""
 
+    #: What multiplies codes: the stored number times 2^element_exponent.
     scale: Tensor
     offset: Tensor | None
     tensor_scale: Tensor | None
@@ -84,62 +85,66 @@ class Groups:
 
     #: fp32 [..., g].
     values: Tensor
-    #: max |x| of each group, fp32 [..., 1]; NaN or Inf where the group holds one.
+    #: max |x| of each group times `shrink`, fp32 [..., 1]; NaN or Inf where the group holds one.
     amax: Tensor
     #: Format of the codes.
     number: Format
     scaling: Scaling
     #: Factor on the range.
     shrink: float | Tensor
-    #: Two levels: the tensor scale and its inverse, 0-d; None with one level.
-    tensor_scale: Tensor | None
-    inv_tensor_scale: Tensor | None
     #: True for elements of `values` that merely fill up a short group; None where there are none.
     filling: Tensor | None
+    #: Two levels: the tensor scale and its inverse, 0-d; 1 with one level.
+    tensor_scale: Tensor | float = 1.0
+    inv_tensor_scale: Tensor | float = 1.0
 
-    def reach(self, magnitude: Tensor) -> Tensor:
-        """What the largest code must hold for `magnitude`: shrunk, and in units of the tensor scale."""
-        reached = magnitude * self.shrink
-        return reached if self.inv_tensor_scale is None else reached * self.inv_tensor_scale
+    @property
+    def largest(self) -> float:
+        """What the largest code stands for under a stored scale of 1."""
+        return math.ldexp(self.number.max, self.scaling.element_exponent)
+
+    def stored(self, ideal: Tensor) -> Tensor:
+        """What multiplies codes once the ideal scale is stored, in units of the tensor scale."""
+        stored = _store(ideal * self.inv_tensor_scale, self.scaling.scale_format)
+        return stored * 2.0**self.scaling.element_exponent
 
 
 def _amax(groups: Groups) -> Tensor:
-    return groups.reach(groups.amax) / float(groups.number.max)
+    return groups.amax / groups.largest
 
 
 def _percentile(groups: Groups) -> Tensor:
     share = groups.scaling.percentile / 100
-    return groups.reach(_quantile(groups.values.abs(), share, groups.filling)) / float(groups.number.max)
+    return groups.shrink * _quantile(groups.values.abs(), share, groups.filling) / groups.largest
 
 
 def _mse(groups: Groups) -> Tensor:
-    best = _store(_amax(groups), groups.scaling.scale_format)
-    least = _relative_squared_error(groups, best)
+    best = _amax(groups)
+    least = _relative_squared_error(groups, groups.stored(best))
     for ratio in MSE_RATIOS[1:]:
-        scale = _store(groups.reach(groups.amax * ratio) / float(groups.number.max), groups.scaling.scale_format)
-        error = _relative_squared_error(groups, scale)
+        tried = groups.amax * ratio / groups.largest
+        error = _relative_squared_error(groups, groups.stored(tried))
         better = error < least  # never where the group is not finite
         least = torch.where(better, error, least)
-        best = torch.where(better, scale, best)
+        best = torch.where(better, tried, best)
     return best
 
 
 def _ocp_floor(groups: Groups) -> Tensor:
-    reached = groups.reach(groups.amax)
-    return _zero_where(reached == 0, exact_power_of_two(floor_log2(reached) - groups.number.emax))
+    emax = groups.number.emax + groups.scaling.element_exponent
+    return _zero_where(groups.amax == 0, exact_power_of_two(floor_log2(groups.amax) - emax))
 
 
 def _round_up(groups: Groups) -> Tensor:
-    ratio = groups.reach(groups.amax) / float(groups.number.max)
+    ratio = groups.amax / groups.largest
     floor = floor_log2(ratio)
     has_rest = exact_power_of_two(floor) < ratio
     return _zero_where(ratio == 0, exact_power_of_two(floor + has_rest.int()))
 
 
 def _power_of_two(groups: Groups) -> Tensor:
-    reached = groups.reach(groups.amax)
-    inverse = (float(groups.number.max) / reached).clamp(max=_LARGEST_FP32)
-    return _zero_where(reached == 0, exact_power_of_two(groups.scaling.margin - floor_log2(inverse)))
+    inverse = (groups.largest / groups.amax).clamp(max=_LARGEST_FP32)
+    return _zero_where(groups.amax == 0, exact_power_of_two(groups.scaling.margin - floor_log2(inverse)))
 
 
 #: Every scale rule: groups → ideal scales fp32 [..., 1], before they are rounded to their stored format. What a rule
@@ -184,19 +189,15 @@ def find_scales(
         grouped = grouped.new_zeros(*grouped.shape[:-1], 1)  # one scale per tensor, of a tensor without elements
     number = formats.get(format_name)
     peak = grouped.abs().amax(-1, keepdim=True)
-    tensor_scale, inv_tensor_scale = _tensor_scale(peak, number, scaling) if scaling.tensor_scale else (None, None)
     groups = Groups(
-        values=grouped,
-        amax=peak,
-        number=number,
-        scaling=scaling,
-        shrink=shrink,
-        tensor_scale=tensor_scale,
-        inv_tensor_scale=inv_tensor_scale,
-        filling=filling,
+        values=grouped, amax=peak * shrink, shrink=shrink, number=number, scaling=scaling, filling=filling
     )
-    scale = _store(torch.where(torch.isfinite(peak), RULES[scaling.rule](groups), peak), scaling.scale_format)
-    return Scales(scale=scale, offset=None, tensor_scale=tensor_scale)
+    tensor_scale = None
+    if scaling.tensor_scale:
+        tensor_scale, inv_tensor_scale = _tensor_scales(peak, groups)
+        groups = replace(groups, tensor_scale=tensor_scale, inv_tensor_scale=inv_tensor_scale)
+    scale = groups.stored(RULES[scaling.rule](groups))
+    return Scales(scale=torch.where(torch.isfinite(peak), scale, peak), offset=None, tensor_scale=tensor_scale)
 
 
 def full_range_scales(grouped: Tensor, format_name: str, scaling: Scaling, shrink: float) -> Scales:
@@ -227,21 +228,19 @@ def exact_power_of_two(exponent: Tensor) -> Tensor:
     return torch.where(held >= -126, normal, subnormal).view(torch.float32)
 
 
-def _tensor_scale(peak: Tensor, number: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
+def _tensor_scales(peak: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """The tensor scale and its inverse, from the groups that are finite: 0-d."""
     finite = torch.where(torch.isfinite(peak), peak, torch.zeros_like(peak))
     tensor_peak = finite.amax() if finite.numel() else finite.new_zeros(())
-    limit = float(formats.get(scaling.scale_format).max) * float(number.max)
-    inverse = limit / tensor_peak
-    special = torch.where(tensor_peak == 0, torch.ones_like(inverse), torch.full_like(inverse, _LARGEST_FP32))
-    is_special = torch.isinf(inverse)
-    inverse = torch.where(is_special, special, inverse)
-    return torch.where(is_special, 1 / inverse, tensor_peak / limit), inverse
+    limit = float(formats.get(groups.scaling.scale_format).max) * groups.largest
+    is_zero = tensor_peak == 0
+    tensor_scale = torch.where(is_zero, 1.0, (tensor_peak / limit).clamp(min=2.0**-128))
+    return tensor_scale, torch.where(is_zero, 1.0, (limit / tensor_peak).clamp(max=_LARGEST_FP32))
 
 
 def _relative_squared_error(groups: Groups, scale: Tensor) -> Tensor:
     """Sum over the group of ((x̂ − x) / amax)², fp64 [..., 1]: dividing keeps huge and tiny groups within range."""
-    effective = scale if groups.tensor_scale is None else scale * groups.tensor_scale
+    effective = scale * groups.tensor_scale
     restored = round_to_format(groups.values / torch.where(effective == 0, 1.0, effective), groups.number) * effective
     error = (restored - groups.values) / torch.where(groups.amax == 0, 1.0, groups.amax)
     if groups.filling is not None:

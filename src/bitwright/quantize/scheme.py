@@ -45,6 +45,8 @@ class Scaling:
     symmetry: Symmetry = "symmetric"
     #: Two-level scaling (NVFP4): block scales are stored relative to one fp32 scale per tensor.
     tensor_scale: bool = False
+    #: A stored scale s multiplies codes by s · 2^element_exponent (MXINT8: −6, its codes being multiples of 1/64).
+    element_exponent: int = 0
 
     def __post_init__(self) -> None:
         if self.rule not in get_args(ScaleRule):
@@ -55,10 +57,10 @@ class Scaling:
             raise SchemeError(f"percentile is {self.percentile}, but rule {self.rule!r} does not look at it; leave it out")
         if self.margin and self.rule != "power_of_two":
             raise SchemeError(f"margin is {self.margin}, but rule {self.rule!r} does not look at it; leave it out")
-        if self.symmetry != "symmetric" and (self.rule != "amax" or self.tensor_scale):
+        if self.symmetry != "symmetric" and (self.rule != "amax" or self.tensor_scale or self.element_exponent):
             raise SchemeError(
-                f"symmetry {self.symmetry!r} goes with rule 'amax' and one level of scales only, not with rule "
-                f"{self.rule!r} and tensor_scale {self.tensor_scale}; make it symmetric or change the rule"
+                f"symmetry {self.symmetry!r} goes with rule 'amax' and plain scales only, not with rule {self.rule!r}, "
+                f"tensor_scale {self.tensor_scale}, element_exponent {self.element_exponent}; make it symmetric"
             )
 
 
