@@ -12,7 +12,8 @@ of what bitwright calls scale: code = x · inv_scale, value = code · scale, sca
     MS-AMP    inv_scale = 2^(floor(log2(max / amax)) − margin); the old one where amax is 0, Inf or NaN.
 
 max is the format's largest value. Values beyond it saturate (the history lags behind growing values), Inf too; NaN
-stays NaN. A NaN in the history holds the scale until it has left the history: `max` hands NaN on, as torch's does.
+stays NaN. Quotients are divided once, as in TE's kernels (its Python twin lets torch multiply by a reciprocal, which
+is off by one unit in the last place for a quarter of all amaxes). A NaN in the history holds the scale until it has left the history: `max` hands NaN on, as torch's does.
 
 Source: Transformer Engine, `_default_sf_compute` and `_amax_and_scale_update` of fp8.py (delayed) and
 `compute_scale_from_amax` of recipe_common.cuh (current); MS-AMP, `ScalingMeta.compute_scaling_factor`; FP8-LM,
@@ -31,7 +32,7 @@ from torch import Tensor
 from bitwright import formats
 from bitwright.errors import SchemeError
 from bitwright.quantize.backends.torch import round_to_format
-from bitwright.quantize.scaling import exact_power_of_two, floor_log2
+from bitwright.quantize.scaling import exact_power_of_two, floor_log2, quotient
 
 AmaxChoice = Literal["max", "most_recent"]
 _LARGEST_FP32 = torch.finfo(torch.float32).max
@@ -103,7 +104,7 @@ class DelayedScaling:
         if self.reduce_amax is not None:
             self.history[0] = self.reduce_amax(self.history[0].clone())
         amax = self.history.amax(dim=0) if self.amax_choice == "max" else self.history[0]
-        found = (float(self.number.max) / amax) / 2.0**self.margin
+        found = quotient(float(self.number.max), amax) / 2.0**self.margin
         found = torch.where((amax > 0) & torch.isfinite(amax), found, self.inv_scale)
         self.inv_scale.copy_(torch.where(torch.isinf(found), _LARGEST_FP32, found))
         self.history.copy_(torch.roll(self.history, -1, dims=0))
@@ -143,7 +144,7 @@ def current_inv_scale(
         is_power_of_two: clear the quotient's fraction bits, so that scaling is exact.
     """
     floored = torch.where(amax < epsilon, epsilon, amax)
-    inv_scale = (float(formats.get(format_name).max) / floored).clamp(max=_LARGEST_FP32)
+    inv_scale = quotient(float(formats.get(format_name).max), floored).clamp(max=_LARGEST_FP32)
     if is_power_of_two:
         inv_scale = exact_power_of_two(floor_log2(inv_scale))
     return torch.where((floored > 0) & torch.isfinite(floored), inv_scale, 1.0)
@@ -154,6 +155,6 @@ def power_of_two_inv_scale(amax: Tensor, old_inv_scale: Tensor, format_name: str
 
     The exponent is held within −126 to 127, where the scale and its inverse are both fp32 numbers of full precision.
     """
-    exponent = floor_log2((float(formats.get(format_name).max) / amax).clamp(max=_LARGEST_FP32)) - margin
+    exponent = floor_log2(quotient(float(formats.get(format_name).max), amax).clamp(max=_LARGEST_FP32)) - margin
     inv_scale = exact_power_of_two(exponent.clamp(-126, 127))
     return torch.where((amax > 0) & torch.isfinite(amax), inv_scale, old_inv_scale)

@@ -143,7 +143,7 @@ def _round_up(groups: Groups) -> Tensor:
 
 
 def _power_of_two(groups: Groups) -> Tensor:
-    inverse = (groups.largest / groups.amax).clamp(max=_LARGEST_FP32)
+    inverse = quotient(groups.largest, groups.amax).clamp(max=_LARGEST_FP32)
     return _zero_where(groups.amax == 0, exact_power_of_two(groups.scaling.margin - floor_log2(inverse)))
 
 
@@ -215,6 +215,11 @@ def full_range_scales(grouped: Tensor, format_name: str, scaling: Scaling, shrin
     return Scales(scale=scale, offset=None, tensor_scale=None)
 
 
+def quotient(numerator: float, x: Tensor) -> Tensor:
+    """numerator / x, divided once: torch takes `number / tensor` for a reciprocal and a product, rounding twice."""
+    return torch.full_like(x, numerator) / x
+
+
 def floor_log2(x: Tensor) -> Tensor:
     """floor(log2 x) of positive finite fp32 numbers, exactly, subnormals too: int32, the shape of `x`."""
     return torch.frexp(x).exponent - 1  # x = m · 2^exponent with m in [½, 1)
@@ -235,7 +240,7 @@ def _tensor_scales(peak: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     limit = float(formats.get(groups.scaling.scale_format).max) * groups.largest
     is_zero = tensor_peak == 0
     tensor_scale = torch.where(is_zero, 1.0, (tensor_peak / limit).clamp(min=2.0**-128))
-    return tensor_scale, torch.where(is_zero, 1.0, (limit / tensor_peak).clamp(max=_LARGEST_FP32))
+    return tensor_scale, torch.where(is_zero, 1.0, quotient(limit, tensor_peak).clamp(max=_LARGEST_FP32))
 
 
 def _relative_squared_error(groups: Groups, scale: Tensor) -> Tensor:
