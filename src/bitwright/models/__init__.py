@@ -3,15 +3,36 @@
 loaded = models.load("demo")                # a folder, a .gguf file, a hub id, demo, demo-dithered
 sites = models.find_sites(loaded.model)     # every weight whose precision can be chosen
 models.site_weight(loaded.model, sites[0])  # its [out, in] view
+
+Importing this page loads no torch: each name is fetched when it is first used, and `models.tensor_files` needs none.
 """
 
 from __future__ import annotations
 
-from bitwright.models.demo import demo_file, demo_folder
-from bitwright.models.grid import Grid, detect_grid
-from bitwright.models.load import load
-from bitwright.models.loaded import LoadedModel, from_memory, hash_weights
-from bitwright.models.sites import Site, find_sites, site_weight
+from typing import TYPE_CHECKING
+
+from bitwright.lazy_page import open_lazily
+
+if TYPE_CHECKING:
+    from bitwright.models.demo import demo_file, demo_folder
+    from bitwright.models.grid import Grid, detect_grid
+    from bitwright.models.load import load
+    from bitwright.models.loaded import LoadedModel, from_memory, hash_weights
+    from bitwright.models.sites import Site, find_sites, site_weight
+
+_HOMES = {
+    "Grid": "bitwright.models.grid",
+    "LoadedModel": "bitwright.models.loaded",
+    "Site": "bitwright.models.sites",
+    "demo_file": "bitwright.models.demo",
+    "demo_folder": "bitwright.models.demo",
+    "detect_grid": "bitwright.models.grid",
+    "find_sites": "bitwright.models.sites",
+    "from_memory": "bitwright.models.loaded",
+    "hash_weights": "bitwright.models.loaded",
+    "load": "bitwright.models.load",
+    "site_weight": "bitwright.models.sites",
+}
 
 __all__ = [
     "Grid",
@@ -26,3 +47,5 @@ __all__ = [
     "load",
     "site_weight",
 ]
+
+open_lazily(__name__, _HOMES)

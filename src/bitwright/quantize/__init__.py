@@ -3,25 +3,39 @@
 q = quantize(x, SCHEMES["int4_g128"].weights)
 x_hat = dequantize(q)
 x_hat = fake_quantize(x, SCHEMES["fp8"].activations)
+
+Importing this page loads no torch: each name is fetched when it is first used, and `quantize.statistics` needs none.
 """
 
-from bitwright.catalog import Catalog
-from bitwright.quantize.granularity import Granularity, group
-from bitwright.quantize.qtensor import QTensor
-from bitwright.quantize.quantize import dequantize, fake_quantize, quantize
-from bitwright.quantize.rounding import Rounding
-from bitwright.quantize.scheme import Scaling, Scheme, TensorScheme
-from bitwright.quantize.transforms.none import NoTransform
+from __future__ import annotations
 
-SCHEMES: Catalog[Scheme] = Catalog(
-    kind="scheme", package="bitwright.quantize.schemes", attribute="SCHEMES", record_type=Scheme
-)
-ROUNDINGS: Catalog[Rounding] = Catalog(
-    kind="rounding", package="bitwright.quantize.rounding", attribute="ROUNDINGS", record_type=Rounding
-)
-TRANSFORMS: Catalog[NoTransform] = Catalog(
-    kind="transform", package="bitwright.quantize.transforms", attribute="TRANSFORMS", record_type=NoTransform
-)
+from typing import TYPE_CHECKING
+
+from bitwright.lazy_page import open_lazily
+
+if TYPE_CHECKING:
+    from bitwright.quantize.catalogs import ROUNDINGS, SCHEMES, TRANSFORMS
+    from bitwright.quantize.granularity import Granularity, group
+    from bitwright.quantize.qtensor import QTensor
+    from bitwright.quantize.quantize import dequantize, fake_quantize, quantize
+    from bitwright.quantize.rounding import Rounding
+    from bitwright.quantize.scheme import Scaling, Scheme, TensorScheme
+
+_HOMES = {
+    "ROUNDINGS": "bitwright.quantize.catalogs",
+    "SCHEMES": "bitwright.quantize.catalogs",
+    "TRANSFORMS": "bitwright.quantize.catalogs",
+    "Granularity": "bitwright.quantize.granularity",
+    "QTensor": "bitwright.quantize.qtensor",
+    "Rounding": "bitwright.quantize.rounding",
+    "Scaling": "bitwright.quantize.scheme",
+    "Scheme": "bitwright.quantize.scheme",
+    "TensorScheme": "bitwright.quantize.scheme",
+    "dequantize": "bitwright.quantize.quantize",
+    "fake_quantize": "bitwright.quantize.quantize",
+    "group": "bitwright.quantize.granularity",
+    "quantize": "bitwright.quantize.quantize",
+}
 
 __all__ = [
     "ROUNDINGS",
@@ -38,3 +52,5 @@ __all__ = [
     "group",
     "quantize",
 ]
+
+open_lazily(__name__, _HOMES)
