@@ -9,13 +9,19 @@ the catalogs (tests/docs/test_generated_pages.py). To change a page, change the 
 from __future__ import annotations
 
 import inspect
+import io
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
+from unittest.mock import patch
 
 import typer
 
 from bitwright import formats, hardware
+from bitwright.cli.app import create_app, run
+from bitwright.cli.formats import native_devices, spell_specials
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS, TensorScheme
 from bitwright.search.settings import default_schemes
 
@@ -36,8 +42,21 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in cells)
 
 
+def terminal(*arguments: str, columns: int = 100) -> str:
+    """What a command prints into a file, at a width, as a block of text that cannot drift from the command."""
+    width = str(columns)
+    with patch.dict(os.environ, {"COLUMNS": width}), redirect_stdout(io.StringIO()) as printed:
+        for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+            os.environ.pop(name, None)
+        code = run(arguments)
+    assert code == 0, arguments
+    lines = [f"$ bitwright {' '.join(arguments)}", *printed.getvalue().splitlines()]
+    return "```text\n" + "\n".join(line.rstrip() for line in lines) + "\n```"
+
+
 def formats_page() -> str:
     """docs/formats.md"""
+    native = native_devices()
     rows = [
         (
             f"`{row.name}`",
@@ -47,13 +66,43 @@ def formats_page() -> str:
             f"{row.min_normal:.3g}",
             "" if row.min_subnormal is None else f"{row.min_subnormal:.3g}",
             f"{row.decimal_digits:.1f}",
-            " ".join([*(["Inf"] if row.has_inf else []), *(["NaN"] if row.has_nan else [])]),
+            "" if row.steps_per_octave is None else str(row.steps_per_octave),
+            spell_specials(row),
+            ", ".join(native.get(row.name, ())),
             ", ".join(f"`{alias}`" for alias in row.aliases),
         )
         for row in formats.rows()
     ]
-    titles = ("format", "bits:", "layout", "max:", "min normal:", "min subnormal:", "digits:", "specials", "aliases")
-    sources = markdown_table(("format", "source"), [(f"`{row.name}`", row.source) for row in formats.rows()])
+    titles = (
+        "format",
+        "bits:",
+        "layout",
+        "max:",
+        "min normal:",
+        "min subnormal:",
+        "digits:",
+        "steps per octave:",
+        "specials",
+        "native",
+        "aliases",
+    )
+    block_rows = [
+        (
+            f"`{row.name}`",
+            f"{row.bits_per_value:g}",
+            row.element,
+            str(row.block_size),
+            row.scale_format,
+            row.rule,
+            f"{row.max:.4g}",
+            ", ".join(f"`{alias}`" for alias in row.aliases),
+        )
+        for row in formats.block_rows()
+    ]
+    block_titles = ("format", "bits per value:", "element", "block:", "scale", "rule", "max:", "aliases")
+    roundings = [(f"`{mode.name}`", mode.description) for mode in formats.ROUNDINGS.values()]
+    overflows = [(f"`{rule.name}`", rule.description) for rule in formats.OVERFLOWS.values()]
+    sources = [(f"`{row.name}`", row.source) for row in (*formats.rows(), *formats.block_rows())]
     return f"""# Formats: what one number is
 
 {_NOTICE}
@@ -61,16 +110,44 @@ def formats_page() -> str:
 {markdown_table(titles, rows)}
 
 *Layout*: bits of sign · exponent · fraction. *Min normal*: the smallest positive value with full precision. *Digits*:
-decimal digits that the significand is worth. *Aliases* are names of other libraries; they are accepted where text comes
-in (command line, files, checkpoints) and nowhere else.
+decimal digits that the significand is worth. *Steps per octave*: values from 2^k up to 2^(k+1). *Native*: devices with
+a matrix rate for it ([devices](hardware.md)). *Aliases* are names of other libraries; they are accepted where text
+comes in (command line, files, checkpoints) and nowhere else.
 
-A format says nothing of scales: those belong to a [scheme](schemes.md). Two formats may share a layout and differ in
-their special values: OCP's `fp8_e4m3` gives up Inf and reaches 448, MI300's `fp8_e4m3fnuz` also gives up −0 and reaches
-240. The same byte means twice as much in the first as in the second.
+A format says nothing of scales: those belong to a [scheme](schemes.md) or to a block format. Two formats may share a
+layout and differ in their special values: OCP's `fp8_e4m3` gives up Inf and reaches 448, MI300's `fp8_e4m3fnuz` also
+gives up −0 and reaches 240. The same byte means twice as much in the first as in the second.
+
+## Block formats
+
+Numbers that are stored together share a scale.
+
+{markdown_table(block_titles, block_rows)}
+
+*Bits per value*: stored bits, the block's scales included. *Block*: how many values share a scale. *Rule*: how the
+scale follows from the values. *Max*: the largest value that some block can hold.
+
+## Rounding and overflow
+
+{markdown_table(("rounding", "what it does"), roundings)}
+
+{markdown_table(("overflow rule", "what becomes of numbers beyond the range"), overflows)}
+
+## On the command line
+
+Every command takes formats of your own from a file: `--format-file my.toml`.
+
+{terminal("formats")}
+
+{terminal("formats", "show", "bf16", "0.1")}
+
+{terminal("formats", "show", "mxfp4", "1", "2", "3.5", "-0.1")}
+
+{terminal("formats", "compare", "3e-5", "70000")}
 
 ## Sources
 
-{sources}
+{markdown_table(("format", "source"), sources)}
 """
 
 
@@ -181,9 +258,7 @@ by the instruction sets of its processor (`bitwright hardware` says which it is,
 
 def commands_page() -> str:
     """docs/commands.md"""
-    from bitwright.cli.app import create_app
-
-    parts = [_command(str(command.name), command.callback) for command in create_app().registered_commands]
+    parts = [_command(usage, verb) for usage, verb in _verbs("bitwright", create_app())]
     return (
         f"""# Commands
 
@@ -199,24 +274,40 @@ and says which); 130, interrupted.
     )
 
 
-def _command(name: str, verb: Any) -> str:
+def _verbs(before: str, app: typer.Typer) -> Iterable[tuple[str, Any]]:
+    """(words to type, function) of every command, those of a command that has commands of its own after it."""
+    groups = {str(group.name): group.typer_instance for group in app.registered_groups}
+    for command in app.registered_commands:
+        yield f"{before} {command.name}", command.callback
+    for name, group in groups.items():
+        if group is not None:
+            if group.registered_callback is not None:
+                yield f"{before} {name}", group.registered_callback.callback
+            yield from _verbs(f"{before} {name}", group)
+
+
+def _command(usage: str, verb: Any) -> str:
     """One command, read off the signature of its function."""
-    usage = ["bitwright", name]
+    words = [usage]
     rows: list[tuple[str, str, str]] = []
     hints = get_type_hints(verb, include_extras=True)
     for parameter in inspect.signature(verb).parameters.values():
+        if not get_args(hints[parameter.name]):
+            continue  # what the parser gives to the function, and nobody types
         value_type, info = get_args(hints[parameter.name])
         if isinstance(info, typer.models.ArgumentInfo):
-            usage.append(str(info.metavar))
-            rows.append((f"`{info.metavar}`", "required", str(info.help)))
+            words.append(str(info.metavar))
+            required = "required" if parameter.default is inspect.Parameter.empty else ""
+            rows.append((f"`{info.metavar}`", required, str(info.help)))
             continue
-        option = "--" + parameter.name.replace("_", "-")
+        declared = isinstance(info.default, str) and info.default.startswith("--")
+        option = info.default if declared else "--" + parameter.name.replace("_", "-")
         is_flag = value_type is bool
         if not is_flag:
             option += f" {info.metavar or _VALUE_NAMES[value_type]}"
         default = "" if is_flag or parameter.default is None else f"`{parameter.default}`"
         rows.append((f"`{option}`", default, str(info.help)))
-    parts = [f"## `{' '.join(usage)}`", inspect.cleandoc(verb.__doc__ or "")]
+    parts = [f"## `{' '.join(words)}`", inspect.cleandoc(verb.__doc__ or "")]
     if rows:
         parts.append(markdown_table(("argument", "default", "meaning"), rows))
     return "\n\n".join(parts)

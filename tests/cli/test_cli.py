@@ -342,7 +342,7 @@ def test_verify_is_3_where_a_limit_breaks(search, tmp_path: Path, capsys):
 def test_catalogs_are_listed_completely(capsys):
     assert main(["formats"]) == 0
     out = capsys.readouterr().out
-    assert [line.split()[0] for line in out.splitlines()[2:-1]] == [row.name for row in formats.rows()]
+    assert {*formats.names(), *formats.block_names()} <= {line.split()[0] for line in out.splitlines() if line.strip()}
     assert "65504" in out and "57344" in out
     assert max(map(len, out.splitlines())) <= 80
     assert main(["hardware"]) == 0

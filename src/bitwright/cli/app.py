@@ -1,4 +1,7 @@
-"""The application, assembled from its verbs: a new verb is one file and one line here."""
+"""The application, assembled from its verbs: a new verb is one file and one line here.
+
+A verb may have verbs of its own (`formats show`); it is then a callback and its commands.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,11 @@ from typing import Annotated
 
 import typer
 
-from bitwright.cli import formats, hardware, optimize, schemes, show, verify
-from bitwright.errors import BitwrightError
+from bitwright.cli import formats, formats_compare, formats_show, hardware, optimize, schemes, show, verify
+from bitwright.cli.usage import NUMBERS_MAY_BE_NEGATIVE, UsageMistake
 
 #: What the parser raises for options it cannot read. Its public name differs between versions of typer.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-
-
-class UsageMistake(BitwrightError):
-    """An option or argument that the command line does not have or cannot read."""
 
 
 def create_app() -> typer.Typer:
@@ -33,9 +32,17 @@ def create_app() -> typer.Typer:
     app.command("optimize")(optimize.optimize_command)
     app.command("verify")(verify.verify_command)
     app.command("show")(show.show_command)
-    app.command("formats")(formats.formats_command)
+    app.add_typer(_create_formats_app(), name="formats")
     app.command("schemes")(schemes.schemes_command)
     app.command("hardware")(hardware.hardware_command)
+    return app
+
+
+def _create_formats_app() -> typer.Typer:
+    app = typer.Typer(rich_markup_mode=None)
+    app.callback(invoke_without_command=True)(formats.formats_command)
+    app.command("show", context_settings=NUMBERS_MAY_BE_NEGATIVE)(formats_show.show_command)
+    app.command("compare", context_settings=NUMBERS_MAY_BE_NEGATIVE)(formats_compare.compare_command)
     return app
 
 
@@ -59,8 +66,15 @@ def _sentence(error: Exception) -> str:
 
 
 def _verb(arguments: Sequence[str]) -> str:
-    known = ("optimize", "verify", "show", "formats", "schemes", "hardware")
-    return f"{arguments[0]} " if arguments[0] in known else ""
+    """The verbs that the arguments begin with, each with a space after it."""
+    commands = getattr(typer.main.get_command(create_app()), "commands", {})
+    verbs = ""
+    for word in arguments:
+        if word not in commands:
+            break
+        verbs += f"{word} "
+        commands = getattr(commands[word], "commands", {})
+    return verbs
 
 
 def _print_version(asked: bool) -> None:
