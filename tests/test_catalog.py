@@ -11,7 +11,7 @@ from types import SimpleNamespace as Thing
 import pytest
 
 from bitwright.catalog import Catalog, nearest_name_hint
-from bitwright.errors import UnknownName
+from bitwright.errors import BitwrightError, UnknownName
 
 MakeCatalog = Callable[..., Catalog[Thing]]
 
@@ -79,3 +79,23 @@ def test_a_module_without_its_constant_is_named(make_catalog: MakeCatalog, sourc
 def test_the_hint_is_silent_about_strangers() -> None:
     assert nearest_name_hint("fp8e4m3", ["fp8_e4m3", "int8"]) == "; did you mean 'fp8_e4m3'?"
     assert nearest_name_hint("qqqq", ["fp8_e4m3", "int8"]) == "."
+
+
+def test_a_record_from_outside_is_added(make_catalog: MakeCatalog) -> None:
+    catalog = make_catalog(one="THINGS = (Thing(name='apple'),)")
+    catalog.add(Thing(name="plum"), "basket.toml")
+    assert list(catalog) == ["apple", "plum"] and catalog["plum"] == Thing(name="plum")
+
+
+def test_a_second_record_of_a_name_is_refused_and_both_origins_named(make_catalog: MakeCatalog) -> None:
+    catalog = make_catalog(one="THINGS = (Thing(name='apple'),)")
+    with pytest.raises(
+        BitwrightError, match=r"'apple' is defined twice: in scanned_things\.one and basket\.toml; rename"
+    ):
+        catalog.add(Thing(name="apple"), "basket.toml")
+    catalog.add(Thing(name="plum"), "basket.toml")
+    with pytest.raises(BitwrightError, match=r"'plum' is defined twice: in basket\.toml and other\.toml"):
+        catalog.add(Thing(name="plum"), "other.toml")
+    with pytest.raises(TypeError, match=r"other\.toml holds 'fig', which is no thing"):
+        catalog.add("fig", "other.toml")  # type: ignore[arg-type]
+    assert list(catalog) == ["apple", "plum"]

@@ -18,11 +18,14 @@ ML_DTYPES = {
     "fp8_e5m2": ml_dtypes.float8_e5m2,
     "fp8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
     "fp8_e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+    "fp8_e4m3_ieee": ml_dtypes.float8_e4m3,
+    "fp8_e3m4": ml_dtypes.float8_e3m4,
     "fp6_e3m2": ml_dtypes.float6_e3m2fn,
     "fp6_e2m3": ml_dtypes.float6_e2m3fn,
     "fp4_e2m1": ml_dtypes.float4_e2m1fn,
     "e8m0": ml_dtypes.float8_e8m0fnu,
     "fp16": np.float16,
+    "int16": np.int16,
     "int8": np.int8,
     "uint8": np.uint8,
     "int4": ml_dtypes.int4,
@@ -38,6 +41,7 @@ TORCH = {
     "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
     "fp8_e5m2fnuz": torch.float8_e5m2fnuz,
     "e8m0": torch.float8_e8m0fnu,
+    "int16": torch.int16,
     "int8": torch.int8,
     "uint8": torch.uint8,
 }
@@ -74,6 +78,22 @@ def test_table_equals_torch(name: str) -> None:
     bits = formats.get(name).bits
     codes = torch.arange(1 << bits, dtype=torch.int32).to(torch.int16 if bits > 8 else torch.uint8)
     assert_same(formats.table(name), codes.view(TORCH[name]).to(torch.float64).numpy())
+
+
+def test_every_format_up_to_16_bits_has_a_judge() -> None:
+    """Integers of other widths have a closed form below, nf4 its own file."""
+    judged = {*ML_DTYPES, *TORCH, *GFLOAT, *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(2, 9)), "nf4"}
+    assert {name for name in formats.names() if formats.get(name).bits <= 16} <= judged
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_integer_tables_are_twos_complement_and_binary(bits: int) -> None:
+    half = 1 << (bits - 1)
+    unsigned = np.arange(2 * half)
+    signed = np.concatenate([np.arange(half), np.arange(-half, 0)])
+    if f"uint{bits}" in formats.names():
+        assert_same(formats.table(f"uint{bits}"), unsigned.astype(np.float64))
+    assert_same(formats.table(f"int{bits}"), signed.astype(np.float64))
 
 
 @pytest.mark.parametrize("name", GFLOAT)

@@ -29,6 +29,9 @@ from bitwright.errors import FormatError, UnknownName
         ("fp8_e4m3fnuz", 248.0, 240.0, math.nan),
         ("fp8_e5m2fnuz", 61440.0, 57344.0, math.nan),
         # IEEE 754 §7.4: 65520 is the threshold of binary16
+        ("fp8_e4m3_ieee", math.nextafter(248.0, 0), 240.0, 240.0),
+        ("fp8_e4m3_ieee", 248.0, 240.0, math.inf),
+        ("fp8_e3m4", -15.75, -15.5, -math.inf),
         ("fp16", math.nextafter(65520.0, 0), 65504.0, 65504.0),
         ("fp16", 65520.0, 65504.0, math.inf),
         ("fp6_e3m2", 1e9, 28.0, 28.0),
@@ -38,6 +41,8 @@ from bitwright.errors import FormatError, UnknownName
         ("int8", -1000.0, -128.0, -128.0),
         ("uint4", -1.0, 0.0, 0.0),
         ("int4", math.inf, 7.0, 7.0),
+        ("nf4", 1e9, 1.0, 1.0),
+        ("nf4", -math.inf, -1.0, -1.0),
     ],
 )
 def test_overflow_at_its_threshold(name: str, x: float, saturate: float, ieee: float) -> None:
@@ -80,6 +85,11 @@ def test_code_dtypes_are_the_narrowest() -> None:
 def test_any_exact_input_is_taken(x: np.ndarray) -> None:
     assert formats.round("fp8_e4m3", x).tolist() == [1.0, 2.0, 3.0]
     assert formats.round("int4", True).tolist() == 1.0
+
+
+def test_signalling_nans_are_read_in_silence() -> None:
+    x = np.array([0x7F800001, 0xFFBFFFFF], np.uint32).view(np.float32)
+    assert formats.encode("bf16", x).tolist() == [0x7FC0, 0x7FC0]
 
 
 def test_inputs_that_float64_would_change_are_refused() -> None:

@@ -14,7 +14,7 @@ from bitwright.errors import UnknownName
 #: Every format that the design's vocabulary asks for now.
 NEEDED = (
     "fp64 fp32 tf32 fp16 bf16 fp8_e4m3 fp8_e5m2 fp8_e4m3fnuz fp8_e5m2fnuz fp6_e3m2 fp6_e2m3 fp4_e2m1 e8m0 "
-    "int8 int4 int3 int2 uint8 uint4 uint3 uint2"
+    "fp8_e4m3_ieee fp8_e3m4 nf4 int16 int8 int7 int6 int5 int4 int3 int2 uint8 uint6 uint5 uint4 uint3 uint2"
 ).split()
 
 
@@ -48,7 +48,14 @@ def test_torch_dtypes_resolve(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [(ml_dtypes.float6_e3m2fn, "fp6_e3m2"), (ml_dtypes.float4_e2m1fn, "fp4_e2m1"), (ml_dtypes.int2, "int2")],
+    [
+        (ml_dtypes.float6_e3m2fn, "fp6_e3m2"),
+        (ml_dtypes.float4_e2m1fn, "fp4_e2m1"),
+        (ml_dtypes.float8_e4m3, "fp8_e4m3_ieee"),
+        (ml_dtypes.float8_e3m4, "fp8_e3m4"),
+        (ml_dtypes.float8_e4m3fn, "fp8_e4m3"),
+        (ml_dtypes.int2, "int2"),
+    ],
 )
 def test_ml_dtypes_resolve(dtype: type, name: str) -> None:
     assert formats.resolve(dtype.__name__) == name
@@ -62,7 +69,16 @@ def test_ml_dtypes_resolve(dtype: type, name: str) -> None:
         ("F16", "fp16"),
         ("F8_E4M3", "fp8_e4m3"),
         ("F8_E5M2", "fp8_e5m2"),
+        ("F8_E8M0", "e8m0"),
+        ("F8_E4M3FNUZ", "fp8_e4m3fnuz"),
+        ("F8_E5M2FNUZ", "fp8_e5m2fnuz"),
+        ("F6_E2M3", "fp6_e2m3"),
+        ("F6_E3M2", "fp6_e3m2"),
         ("F4", "fp4_e2m1"),
+        ("F64", "fp64"),
+        ("I16", "int16"),
+        ("I8", "int8"),
+        ("U8", "uint8"),
     ],
 )
 def test_safetensors_dtypes_resolve(header: str, name: str) -> None:
@@ -70,8 +86,9 @@ def test_safetensors_dtypes_resolve(header: str, name: str) -> None:
 
 
 def test_the_ieee_style_e4m3_is_no_alias_of_the_ocp_one() -> None:
-    with pytest.raises(UnknownName):
-        formats.resolve("float8_e4m3")
+    """ml_dtypes means 240 and Inf by float8_e4m3, safetensors means OCP's 448 by F8_E4M3."""
+    assert formats.get(formats.resolve("float8_e4m3")).max == 240
+    assert formats.get(formats.resolve("F8_E4M3")).max == 448
 
 
 def test_aliases_stop_at_the_borders() -> None:
@@ -99,5 +116,9 @@ def test_rows_state_the_facts() -> None:
     )
     assert math.isclose(rows["fp32"].decimal_digits, 7.22, abs_tol=0.01)
     assert math.isclose(rows["fp64"].decimal_digits, 15.95, abs_tol=0.01)
+    nf4 = rows["nf4"]
+    assert (nf4.layout, nf4.min, nf4.max, nf4.steps_per_octave) == ("codebook", -1, 1, None)
+    assert nf4.min_normal == 0.07958029955625534 and nf4.min_subnormal is None
+    assert math.isclose(nf4.decimal_digits, -math.log10(1 - 0.6961928), rel_tol=1e-6)
     int4 = rows["int4"]
     assert (int4.layout, int4.min, int4.max, int4.steps_per_octave) == ("two's complement", -8, 7, None)

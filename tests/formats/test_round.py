@@ -1,13 +1,8 @@
-"""Rounding against outside casts: 100,000 stratified fp32 inputs per format, every mode against gfloat.
-
-Strata: all 255 finite exponents × random fractions, both signs; the format's values and the ties between them, each
-with both fp32 neighbours; zeros, Inf, NaN, the ends of fp32.
-"""
+"""Rounding against outside casts: a million stratified fp32 inputs per format; every mode against gfloat."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import gfloat
 import gfloat.formats
@@ -15,34 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from stratified import quiet, stratified_inputs
 
 from bitwright import formats
 from bitwright.errors import UnknownName
-
-NUM_INPUTS = 100_000
-
-
-@cache
-def stratified_inputs(name: str) -> np.ndarray:
-    """fp32 inputs for one format, about NUM_INPUTS of them, always the same."""
-    rng = np.random.default_rng(7)
-    codes = np.arange(1 << min(formats.get(name).bits, 19))
-    values = formats.decode(name, codes)
-    values = np.unique(values[np.isfinite(values)])
-    points = np.unique(np.concatenate([values, values[:-1] / 2 + values[1:] / 2]))
-    if points.size > NUM_INPUTS // 6:
-        points = rng.choice(points, NUM_INPUTS // 6, replace=False)
-    edge = formats.get(name).max
-    points = np.concatenate([points, [edge, -edge], np.linspace(edge, edge * 1.2, 20).clip(max=3.4e38)])
-    with np.errstate(over="ignore"):  # ties of fp64-wide formats may lie beyond fp32
-        points = points.astype(np.float32)
-    near = np.concatenate([points, np.nextafter(points, np.float32(-np.inf)), np.nextafter(points, np.float32(np.inf))])
-    per_exponent = (NUM_INPUTS - near.size) // 510 + 1
-    sign, exponent = np.meshgrid([0, 1], np.arange(255))
-    words = (sign.ravel() << 31 | exponent.ravel() << 23)[:, None] | rng.integers(0, 1 << 23, (510, per_exponent))
-    spread = words.astype(np.uint32).view(np.float32).ravel()
-    ends = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3.4028235e38, -3.4028235e38], np.float32)
-    return np.concatenate([near, spread, ends])
+from bitwright.formats import IntFormat
 
 
 def assert_same(actual: np.ndarray, expected: np.ndarray) -> None:
@@ -64,48 +36,55 @@ def torch_cast(dtype: torch.dtype) -> Callable[[np.ndarray], np.ndarray]:
     return lambda x: torch.from_numpy(x).to(dtype).to(torch.float64).numpy()
 
 
-#: (format, our overflow rule, who, the cast): where the outsider's overflow rule is ours.
-CASTS = [
-    ("fp16", "ieee", "numpy", numpy_cast(np.float16)),
-    ("bf16", "ieee", "ml_dtypes", numpy_cast(ml_dtypes.bfloat16)),
-    ("fp8_e4m3", "ieee", "ml_dtypes", numpy_cast(ml_dtypes.float8_e4m3fn)),
-    ("fp8_e5m2", "ieee", "ml_dtypes", numpy_cast(ml_dtypes.float8_e5m2)),
-    ("fp8_e4m3fnuz", "ieee", "ml_dtypes", numpy_cast(ml_dtypes.float8_e4m3fnuz)),
-    ("fp8_e5m2fnuz", "ieee", "ml_dtypes", numpy_cast(ml_dtypes.float8_e5m2fnuz)),
-    ("fp6_e3m2", "ieee", "ml_dtypes", numpy_cast(ml_dtypes.float6_e3m2fn)),
-    ("fp6_e2m3", "ieee", "ml_dtypes", numpy_cast(ml_dtypes.float6_e2m3fn)),
-    ("fp4_e2m1", "ieee", "ml_dtypes", numpy_cast(ml_dtypes.float4_e2m1fn)),
-    ("fp6_e3m2", "saturate", "ml_dtypes", numpy_cast(ml_dtypes.float6_e3m2fn)),
-    ("fp6_e2m3", "saturate", "ml_dtypes", numpy_cast(ml_dtypes.float6_e2m3fn)),
-    ("fp4_e2m1", "saturate", "ml_dtypes", numpy_cast(ml_dtypes.float4_e2m1fn)),
-    ("fp16", "ieee", "torch", torch_cast(torch.float16)),
-    ("bf16", "ieee", "torch", torch_cast(torch.bfloat16)),
-    ("fp8_e4m3", "saturate", "torch", torch_cast(torch.float8_e4m3fn)),
-    ("fp8_e5m2", "ieee", "torch", torch_cast(torch.float8_e5m2)),
-    ("fp8_e4m3fnuz", "ieee", "torch", torch_cast(torch.float8_e4m3fnuz)),
-    ("fp8_e5m2fnuz", "ieee", "torch", torch_cast(torch.float8_e5m2fnuz)),
-]
+ML_DTYPES = {
+    "fp16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+    "fp8_e4m3": ml_dtypes.float8_e4m3fn,
+    "fp8_e5m2": ml_dtypes.float8_e5m2,
+    "fp8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "fp8_e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+    "fp8_e4m3_ieee": ml_dtypes.float8_e4m3,
+    "fp8_e3m4": ml_dtypes.float8_e3m4,
+    "fp6_e3m2": ml_dtypes.float6_e3m2fn,
+    "fp6_e2m3": ml_dtypes.float6_e2m3fn,
+    "fp4_e2m1": ml_dtypes.float4_e2m1fn,
+}
+TORCH = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
+    "fp8_e5m2fnuz": torch.float8_e5m2fnuz,
+}
 
 
-@pytest.mark.parametrize(("name", "overflow", "who", "cast"), CASTS, ids=lambda v: v if isinstance(v, str) else "")
-def test_nearest_even_equals_the_cast_of(
-    name: str, overflow: str, who: str, cast: Callable[[np.ndarray], np.ndarray]
-) -> None:
-    x = stratified_inputs(name)
-    if not formats.get(name).has_nan:
-        x = x[~np.isnan(x)]
-    assert_same(formats.round(name, x, overflow=overflow), cast(x))
+def inputs_of(name: str) -> np.ndarray:
+    """A million fp32 inputs."""
+    return quiet(stratified_inputs(formats.get(name)))
+
+
+@pytest.mark.parametrize("name", ML_DTYPES)
+def test_a_million_inputs_round_as_in_ml_dtypes(name: str) -> None:
+    x = inputs_of(name)
+    assert_same(formats.round(name, x, overflow="ml_dtypes"), numpy_cast(ML_DTYPES[name])(x))
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_a_million_inputs_round_as_in_torch(name: str) -> None:
+    x = inputs_of(name)
+    assert_same(formats.round(name, x, overflow="torch"), torch_cast(TORCH[name])(x))
 
 
 E8M0_CASTS = {"ml_dtypes": numpy_cast(ml_dtypes.float8_e8m0fnu), "torch": torch_cast(torch.float8_e8m0fnu)}
 
 
 @pytest.mark.parametrize("who", E8M0_CASTS)
-def test_e8m0_equals_the_cast_of(who: str) -> None:
-    """Positive numbers: torch takes the exponent of |x| and sends 0 to the smallest value."""
-    x = stratified_inputs("e8m0")
-    x = x[(x > 0) & ~((x > 2.0**-127) & (x < 1.5 * 2.0**-127))]
-    assert_same(formats.round("e8m0", x, overflow="ieee"), E8M0_CASTS[who](x))
+def test_a_million_inputs_round_to_e8m0_as_in(who: str) -> None:
+    """torch drops the sign; zero and negative numbers are NaN to ml_dtypes. One stretch differs: see the next test."""
+    x = inputs_of("e8m0")
+    x = x[~((np.abs(x) > 2.0**-127) & (np.abs(x) < 1.5 * 2.0**-127))]
+    assert_same(formats.round("e8m0", x, overflow=who), E8M0_CASTS[who](x))
 
 
 @pytest.mark.parametrize("who", E8M0_CASTS)
@@ -145,7 +124,7 @@ def test_fp64_leaves_every_number_alone(rounding: str, overflow: str) -> None:
     words = np.random.default_rng(5).integers(0, 1 << 64, 20_000, dtype=np.uint64)
     x = words.view(np.float64)
     x = np.concatenate([x[~np.isinf(x)], [5e-324, -5e-324, 0.0, -0.0, 1.7976931348623157e308]])
-    assert_same(formats.round("fp64", x, rounding, overflow), x)
+    assert_same(formats.round("fp64", x, rounding, overflow, seed=0), x)
 
 
 GFLOAT = {
@@ -191,15 +170,16 @@ MODES = {
 
 
 def test_every_mode_has_its_judge() -> None:
-    assert set(MODES) == set(formats.ROUNDINGS)
+    """Stochastic rounding has a file of its own."""
+    assert {*MODES, "stochastic"} == set(formats.ROUNDINGS)
 
 
 @pytest.mark.parametrize("rounding", MODES)
-@pytest.mark.parametrize("overflow", formats.OVERFLOWS)
+@pytest.mark.parametrize("overflow", ["saturate", "ieee"])
 @pytest.mark.parametrize("name", GFLOAT)
 def test_every_mode_equals_gfloat(name: str, overflow: str, rounding: str) -> None:
     format = formats.get(name)
-    x = stratified_inputs(name)[::5].astype(np.float64)
+    x = quiet(stratified_inputs(format, 20_000)).astype(np.float64)
     if not format.has_nan:
         x = x[~np.isnan(x)]
     saturates = overflow == "saturate" or not format.has_nan  # gfloat raises where neither Inf nor NaN exists
@@ -218,14 +198,13 @@ INTEGER_MODES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 @pytest.mark.parametrize("rounding", INTEGER_MODES)
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("signed", [True, False])
-def test_integers_equal_their_closed_form(bits: int, signed: bool, rounding: str) -> None:
-    quarters = np.arange(-1400, 1401) / 4
+@pytest.mark.parametrize("name", [name for name in formats.names() if isinstance(formats.get(name), IntFormat)])
+def test_integers_equal_their_closed_form(name: str, rounding: str) -> None:
+    signed, bits = not name.startswith("u"), int(name.partition("int")[2])
+    quarters = np.concatenate([np.arange(-1400, 1401), np.arange(130_900, 131_200), np.arange(-131_200, -130_900)]) / 4
     x = np.concatenate([quarters, [1e300, -1e300, np.inf, -np.inf]])
     lowest, highest = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
     expected = np.clip(INTEGER_MODES[rounding](x), lowest, highest)
-    name = f"{'int' if signed else 'uint'}{bits}"
     np.testing.assert_array_equal(formats.round(name, x, rounding), expected)
     np.testing.assert_array_equal(formats.encode(name, x, rounding), expected.astype(np.int64) & (2**bits - 1))
 

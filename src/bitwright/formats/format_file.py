@@ -54,7 +54,7 @@ SPECIALS: Mapping[str, Specials] = {
     "sign_nan": SIGN_NAN_SPECIALS,
 }
 
-_NAME = re.compile(r"[a-z][a-z0-9_.-]*")
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _MISSING: Any = object()
 
 
@@ -245,7 +245,7 @@ def _raise_if_golden_is_wrong(place: str, format: Format) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
+    return type(value) is float or (type(value) is int and abs(value) < 1 << 1023)
 
 
 def _to_fp32(value: float) -> float:
