@@ -65,6 +65,10 @@ class BlockCodec(Protocol):
         """Document and section that define the format."""
 
     @property
+    def golden(self) -> tuple[Any, ...]:
+        """Blocks by hand from that document; a user's own format may have none."""
+
+    @property
     def block_size(self) -> int:
         """Values that share a scale."""
 
