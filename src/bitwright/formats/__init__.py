@@ -20,6 +20,7 @@ This is the reference: every fast kernel agrees with it bit for bit.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from bitwright.formats.blocks import BlockCodes, BlockFormat
 from bitwright.formats.decode import decode_codes, value_table
 from bitwright.formats.describe import FormatRow, describe_all
 from bitwright.formats.encode import OVERFLOWS, OverflowRule, OverflowValues, encode_values, overflow_values
-from bitwright.formats.format_file import read_format_file
+from bitwright.formats.format_file import read_formats
 from bitwright.formats.gguf_blocks import GgufFormat
 from bitwright.formats.round import MAX_RANDOM_BITS, ROUNDINGS, RoundingMode
 from bitwright.formats.types import CodebookFormat, FloatFormat, Format, IntFormat, Specials
@@ -244,8 +245,22 @@ def block_rows() -> tuple[BlockRow, ...]:
     return describe_blocks(BLOCK_FORMATS.values())
 
 
-def add(format: Format, *, origin: str = "a call of formats.add") -> None:
-    """Take a format of one's own into the catalog, for as long as this process runs.
+def read_format_file(path: str | Path) -> tuple[Format | BlockFormat, ...]:
+    """Read formats of one's own from a TOML file (`format_file` says how it is written); `add` takes them into use.
+
+    Args:
+        path: of a file of one or more ``[[format]]`` tables.
+
+    Raises:
+        FormatError: the file cannot be read, is no TOML, has no format, or one with a missing, unknown, contradictory
+            or wrong field.
+        UnknownName: a block format names a format that there is not.
+    """
+    return read_formats(path, FORMATS)
+
+
+def add(format: Format | BlockFormat, *, origin: str = "a call of formats.add") -> None:
+    """Take a format of one's own into the catalog of its kind, for as long as this process runs.
 
     Args:
         format: its record, say from `read_format_file`.
@@ -255,13 +270,17 @@ def add(format: Format, *, origin: str = "a call of formats.add") -> None:
         BitwrightError: another format has its name, or an alias that it claims; both origins are named.
     """
     taken = _aliases()
+    own, other = (BLOCK_FORMATS, FORMATS) if isinstance(format, BlockFormat) else (FORMATS, BLOCK_FORMATS)
     for claimed in (format.name, *(alias.lower() for alias in format.aliases)):
-        if claimed in taken or (claimed in FORMATS and claimed != format.name):
+        if claimed in taken or claimed in other or (claimed in own and claimed != format.name):
             raise FormatError(
                 f"'{claimed}', claimed by format '{format.name}' in {origin}, already stands for "
                 f"'{taken.get(claimed, claimed)}'; choose another name or alias"
             )
-    FORMATS.add(format, origin)
+    if isinstance(format, BlockFormat):
+        BLOCK_FORMATS.add(format, origin)
+    else:
+        FORMATS.add(format, origin)
 
 
 def _aliases() -> dict[str, str]:

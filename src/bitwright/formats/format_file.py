@@ -2,7 +2,7 @@
 
     [[format]]
     name = "fp8_e3m4_finite"
-    kind = "float"                        # float, integer, codebook
+    kind = "float"                        # float, integer, codebook, block
     exponent_bits = 3
     fraction_bits = 4
     bias = 3
@@ -10,9 +10,19 @@
     source = "trial of 2026, page 2"
     golden = [[0x30, 1.0], [0x7F, 31.0]]  # code → value pairs, checked when the file is read
 
-A table has the fields of its record (`FloatFormat`, `IntFormat`, `CodebookFormat`) under their own names. ``signed``,
-``has_zero``, ``aliases`` and ``golden`` may be left out, ``source`` not: a figure that nobody can look up is of no use
-to the next reader. The values of a codebook are rounded to fp32, in which kernels keep them.
+    [[format]]
+    name = "mx_e3m4"
+    kind = "block"
+    element = "fp8_e3m4_finite"           # a format that bitwright knows, or of a table above
+    block_size = 32
+    scale_format = "e8m0"
+    scale_rule = "ocp_floor"              # ocp_floor, round_up, amax
+    source = "trial of 2026, page 3"
+
+A table has the fields of its record (`FloatFormat`, `IntFormat`, `CodebookFormat`) under their own names; that of a
+`BlockFormat` names its element and its scale format, and has no ``golden``. ``signed``, ``has_zero``,
+``element_exponent``, ``tensor_scale``, ``aliases`` and ``golden`` may be left out, ``source`` not: a figure that nobody
+can look up is of no use to the next reader. The values of a codebook are rounded to fp32, in which kernels keep them.
 
 Everything is refused before anything is taken: a file with one wrong table gives no format at all.
 Rejected: importing a Python file, since opening a file of facts should not run it.
@@ -31,7 +41,8 @@ from typing import Any
 import numpy as np
 
 from bitwright.catalog import nearest_name_hint
-from bitwright.errors import FormatError
+from bitwright.errors import FormatError, UnknownName
+from bitwright.formats.blocks import BlockFormat
 from bitwright.formats.decode import decode_codes
 from bitwright.formats.types import (
     IEEE_SPECIALS,
@@ -65,6 +76,8 @@ class FormatTable:
     #: The file and the table in it, for messages.
     place: str
     fields: Mapping[str, Any]
+    #: Scalar formats that the table may name.
+    known: Mapping[str, Format]
     #: Fields that were asked for so far.
     asked: dict[str, None]
 
@@ -84,6 +97,22 @@ class FormatTable:
             raise FormatError(f"{self.place}: '{key}' is {value!r}; give {_TYPE_NAMES[kind]}")
         return value
 
+    def take_format(self, key: str) -> Format:
+        """Return the format that a field names.
+
+        Raises:
+            FormatError: the field is absent or no text.
+            UnknownName: there is no such format; the nearest one is suggested.
+        """
+        name = self.take(key, str)
+        if name not in self.known:
+            hint = nearest_name_hint(name, list(self.known))
+            raise UnknownName(
+                f"{self.place}: '{key}' names the unknown format '{name}'{hint} Name a scalar format that "
+                "`bitwright formats` lists, or one of a table above"
+            )
+        return self.known[name]
+
     def raise_if_unknown(self) -> None:
         """Refuse fields that nothing asked for.
 
@@ -100,13 +129,15 @@ class FormatTable:
 _TYPE_NAMES = {str: "text", int: "a whole number", bool: "true or false", list: "a list", float: "a number"}
 
 
-def read_format_file(path: str | Path) -> tuple[Format, ...]:
+def read_formats(path: str | Path, known: Mapping[str, Format]) -> tuple[Format | BlockFormat, ...]:
     """Read formats from a TOML file. They are checked and returned, not yet in the catalog: see `formats.add`.
 
     Args:
         path: of a file of one or more ``[[format]]`` tables.
+        known: scalar formats that block formats of the file may name, by name.
 
     Raises:
+        UnknownName: a block format names a format that is neither known nor in a table above.
         FormatError: the file cannot be read, is no TOML, has no format, or one with a missing, unknown, contradictory
             or wrong field.
     """
@@ -121,17 +152,18 @@ def read_format_file(path: str | Path) -> tuple[Format, ...]:
     if unknown or not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         found = f", not {', '.join(repr(key) for key in document)}" if document else ", and this one is empty"
         raise FormatError(f"{path}: a format file is made of [[format]] tables{found}")
-    formats = tuple(_read_table(f"{path}, [[format]] {number}", table) for number, table in enumerate(tables, start=1))
-    seen: set[str] = set()
-    for format in formats:
-        if format.name in seen:
+    read: dict[str, Format | BlockFormat] = {}
+    for number, table in enumerate(tables, start=1):
+        scalars = {name: format for name, format in read.items() if not isinstance(format, BlockFormat)}
+        format = _read_table(f"{path}, [[format]] {number}", table, {**known, **scalars})
+        if format.name in read:
             raise FormatError(f"{path}: format '{format.name}' is defined twice; rename one of them")
-        seen.add(format.name)
-    return formats
+        read[format.name] = format
+    return tuple(read.values())
 
 
-def _read_table(place: str, fields: Mapping[str, Any]) -> Format:
-    table = FormatTable(place=place, fields=fields, asked={})
+def _read_table(place: str, fields: Mapping[str, Any], known: Mapping[str, Format]) -> Format | BlockFormat:
+    table = FormatTable(place=place, fields=fields, known=known, asked={})
     name = table.take("name", str)
     if not _NAME.fullmatch(name):
         raise FormatError(f"{place}: '{name}' is no name; write lower-case letters, digits and _, a letter first")
@@ -141,12 +173,13 @@ def _read_table(place: str, fields: Mapping[str, Any]) -> Format:
         raise FormatError(f"{place}: unknown kind '{kind}'{hint} Known: {', '.join(KINDS)}")
     try:
         format = KINDS[kind](table, name)
-    except FormatError as error:
+    except (FormatError, UnknownName) as error:
         if str(error).startswith(place):
             raise
         raise FormatError(f"{place}: {error}") from error
     table.raise_if_unknown()
-    _raise_if_golden_is_wrong(place, format)
+    if not isinstance(format, BlockFormat):
+        _raise_if_golden_is_wrong(place, format)
     return format
 
 
@@ -194,11 +227,29 @@ def _read_codebook(table: FormatTable, name: str) -> Format:
     )
 
 
+def _read_block(table: FormatTable, name: str) -> BlockFormat:
+    scale = table.take_format("scale_format")
+    if not isinstance(scale, FloatFormat):
+        raise FormatError(f"{table.place}: 'scale_format' is {scale.name}; scales are floats, such as e8m0 or fp16")
+    return BlockFormat(
+        name=name,
+        element=table.take_format("element"),
+        element_exponent=table.take("element_exponent", int, 0),
+        block_size=table.take("block_size", int),
+        scale=scale,
+        scale_rule=table.take("scale_rule", str),
+        tensor_scale=table.take("tensor_scale", bool, False),
+        aliases=read_aliases(table),
+        source=table.take("source", str),
+    )
+
+
 #: What ``kind`` may say, and who reads the other fields.
-KINDS: Mapping[str, Callable[[FormatTable, str], Format]] = {
+KINDS: Mapping[str, Callable[[FormatTable, str], Format | BlockFormat]] = {
     "float": _read_float,
     "integer": _read_integer,
     "codebook": _read_codebook,
+    "block": _read_block,
 }
 
 
