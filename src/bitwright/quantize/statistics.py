@@ -56,6 +56,8 @@ class MagnitudeHistogram:
     num_zero: int
     #: Most fraction bits that a value had beyond the 7 that tell its bin: 0 where every value is a bin's lower edge.
     extra_bits: int
+    #: Largest finite magnitude, exact; 0 where there is none.
+    amax: float
 
     def __add__(self, other: MagnitudeHistogram) -> MagnitudeHistogram:
         """Return the histogram of both."""
@@ -63,6 +65,7 @@ class MagnitudeHistogram:
             counts=_frozen(self.counts + other.counts),
             num_zero=self.num_zero + other.num_zero,
             extra_bits=max(self.extra_bits, other.extra_bits),
+            amax=max(self.amax, other.amax),
         )
 
     @property
@@ -87,19 +90,18 @@ class MagnitudeHistogram:
         exponents[filled == 0] = -134
         return _summed_by(exponents, counts[filled])
 
-    def octaves_below(self, reference: float) -> dict[int, int]:
-        """Return k < 0 → how many lie between ``2**k`` and ``2**(k + 1)`` times `reference`, ascending.
+    def octaves_below_amax(self) -> dict[int, int]:
+        """Return k < 0 → how many lie in (2**k, 2**(k + 1)] times the largest magnitude, ascending.
 
-        `reference` is at least the largest magnitude, and itself counts as k = −1. A bin that an octave's edge cuts
-        goes to the side where its middle lies (its lower edge where `extra_bits` is 0).
+        A bin that such an edge cuts goes to the side where its middle lies (its lower edge where `extra_bits` is 0).
         """
         counts = self.nonzero_counts()
         (filled,) = np.nonzero(counts)
         middle = bin_edges()[filled]
         if self.extra_bits:
             middle = (middle + bin_edges()[filled + 1]) / 2
-        mantissa, exponents = np.frexp(middle / reference)
-        return _summed_by(np.minimum(exponents - 1 - (mantissa == 0.5), -1), counts[filled])
+        mantissa, exponents = np.frexp(np.minimum(middle / self.amax, 1.0) if filled.size else middle)
+        return _summed_by(exponents - 1 - (mantissa == 0.5), counts[filled])
 
     def quantile(self, share: float) -> float:
         """Return the magnitude that a `share` in [0, 1] of all finite values does not exceed.
@@ -127,8 +129,6 @@ class TensorStatistics:
     num_nan: int
     #: Elements that are +Inf or −Inf.
     num_inf: int
-    #: Largest finite magnitude, exact; 0 where there is none.
-    amax: float
     #: Smallest finite magnitude other than 0, exact; inf where there is none.
     smallest: float
     #: Sum of the finite elements, float64.
@@ -144,12 +144,16 @@ class TensorStatistics:
             num=self.num + other.num,
             num_nan=self.num_nan + other.num_nan,
             num_inf=self.num_inf + other.num_inf,
-            amax=max(self.amax, other.amax),
             smallest=min(self.smallest, other.smallest),
             total=self.total + other.total,
             total_squares=self.total_squares + other.total_squares,
             histogram=self.histogram + other.histogram,
         )
+
+    @property
+    def amax(self) -> float:
+        """Largest finite magnitude, exact; 0 where there is none."""
+        return self.histogram.amax
 
     @property
     def num_zero(self) -> int:
@@ -210,11 +214,17 @@ def measure_statistics(x: Any, *, format: str | None = None, threads: int | None
     per_piece = _PIECE_BYTES // flat.itemsize
     pieces = [flat[start : start + per_piece] for start in range(0, flat.size, per_piece)] or [flat]
     count = _counter(flat.dtype, format)
-    num_threads = min(threads if threads is not None else _available_cores(), len(pieces))
+    num_threads = min(threads if threads is not None else available_threads(), len(pieces))
     if num_threads <= 1:
         return reduce(add, map(count, pieces))
     with ThreadPoolExecutor(num_threads) as pool:
         return reduce(add, pool.map(count, pieces))
+
+
+def available_threads() -> int:
+    """Return how many threads may count at once: the cores that this process may use, 8 at most."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _MAX_THREADS)
 
 
 @cache
@@ -234,11 +244,6 @@ def _summed_by(exponents: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> di
 def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     array.flags.writeable = False
     return array
-
-
-def _available_cores() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MAX_THREADS)
 
 
 #: Formats whose words a processor computes with: they are read as numbers, all others as codes.
@@ -263,7 +268,7 @@ def _flat_codes(x: Any, format: str | None) -> tuple[npt.NDArray[Any], str]:
                 )
             array = array.astype(array.dtype.newbyteorder("="), copy=False)
             format = _format_of(str(array.dtype))
-    record = formats.get(format)
+    record = formats.FORMATS[format]
     dtype = code_dtype(record)
     if array.dtype != _NATIVE.get(format):
         if array.itemsize != dtype.itemsize:
@@ -370,13 +375,12 @@ def _from_counts(
     total_squares: float,
 ) -> TensorStatistics:
     histogram = MagnitudeHistogram(
-        counts=_frozen(counts.astype(np.int64)), num_zero=int(num_zero), extra_bits=extra_bits
+        counts=_frozen(counts.astype(np.int64)), num_zero=int(num_zero), extra_bits=extra_bits, amax=amax
     )
     return TensorStatistics(
         num=num,
         num_nan=num - histogram.num_finite - int(num_inf),
         num_inf=int(num_inf),
-        amax=amax,
         smallest=smallest,
         total=total,
         total_squares=total_squares,

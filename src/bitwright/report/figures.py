@@ -7,81 +7,16 @@ where does the error sit (KL by layer). Output is the same bytes for the same pl
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
-from bitwright.errors import MissingExtra
 from bitwright.plan import Plan, Prediction
 from bitwright.report.layer_map import layer_of
+from bitwright.report.plotting import INK, PAPER, load_pyplot, plot_style, svg_element
 
-#: Colours that stand for the page's own: matplotlib writes them, the page replaces them.
-_INK, _FAINT, _PAPER = "#010203", "#040506", "#070809"
-_PAGE_COLOURS = {_INK: "currentColor", _FAINT: "var(--line)", _PAPER: "var(--card)"}
 _MARKERS = "osD^vP*X<>hpd"
 _NEUTRAL = "#8a8f98"
 _LIMIT = "#d9483b"
-
-
-def _pyplot() -> ModuleType:
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise MissingExtra("matplotlib", "report", "drawing a report") from error
-    matplotlib.use("Agg", force=False)
-    from matplotlib import pyplot
-
-    module: ModuleType = pyplot
-    return module
-
-
-def _style(name: str) -> dict[str, Any]:
-    return {
-        "svg.hashsalt": f"bitwright-{name}",
-        "svg.fonttype": "none",
-        "font.size": 9.5,
-        "text.color": _INK,
-        "axes.labelcolor": _INK,
-        "axes.edgecolor": _FAINT,
-        "axes.facecolor": "none",
-        "figure.facecolor": "none",
-        "savefig.facecolor": "none",
-        "xtick.color": _FAINT,
-        "ytick.color": _FAINT,
-        "xtick.labelcolor": _INK,
-        "ytick.labelcolor": _INK,
-        "xtick.minor.visible": False,
-        "axes.grid": True,
-        "grid.color": _FAINT,
-        "grid.linewidth": 0.6,
-        "axes.axisbelow": True,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "legend.frameon": False,
-        "legend.fontsize": 8.5,
-        "axes.unicode_minus": True,
-        "mathtext.default": "regular",
-        "path.simplify": False,
-    }
-
-
-def _finish(plt: ModuleType, figure: Any, name: str) -> str:
-    """Return the figure as an ``<svg>`` element in the page's colours and font."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    plt.close(figure)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    for colour, replacement in _PAGE_COLOURS.items():
-        text = text.replace(colour, replacement)
-    text = re.sub(r"font: ([^;\"]*?)(\d[\d.]*)px [^;\"]+", r"font: \1\2px inherit", text)
-    text = text.replace("px inherit", "px var(--font)")
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1, flags=re.DOTALL)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1, flags=re.DOTALL)
-    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    return text.replace("<svg", f'<svg class="figure" id="figure-{name}"', 1).rstrip() + "\n"
 
 
 def draw_predictions(plan: Plan, colours: Mapping[str, str]) -> str | None:
@@ -89,15 +24,15 @@ def draw_predictions(plan: Plan, colours: Mapping[str, str]) -> str | None:
     points = [point for point in plan.predictions if point.predicted_kl > 0 and point.measured_kl > 0]
     if not points:
         return None
-    plt = _pyplot()
-    with plt.rc_context(_style("predictions")):
+    plt = load_pyplot()
+    with plt.rc_context(plot_style("predictions")):
         figure, axes = plt.subplots(figsize=(5.6, 4.6), layout="constrained")
         values = [value for point in points for value in (point.predicted_kl, point.measured_kl)]
         low, high = min(values) / 2.2, max(values) * 2.2
         axes.fill_between(
             [low, high], [low / 2, high / 2], [low * 2, high * 2], color=_NEUTRAL, alpha=0.13, linewidth=0
         )
-        axes.plot([low, high], [low, high], color=_INK, linewidth=0.9, label="equal (band: a factor of 2)")
+        axes.plot([low, high], [low, high], color=INK, linewidth=0.9, label="equal (band: a factor of 2)")
         for label, colour, marker, chosen in _series(points, colours):
             is_total = marker == "*"
             axes.plot(
@@ -107,7 +42,7 @@ def draw_predictions(plan: Plan, colours: Mapping[str, str]) -> str | None:
                 marker=marker,
                 markersize=10 if is_total else 5.5,
                 color=colour,
-                markeredgecolor=_INK,
+                markeredgecolor=INK,
                 markeredgewidth=0.35 if marker in "o." else 0.9,
                 label=label,
                 zorder=4 if is_total else 3,
@@ -116,7 +51,7 @@ def draw_predictions(plan: Plan, colours: Mapping[str, str]) -> str | None:
         axes.set_xlabel("predicted KL (nats per token)")
         axes.set_ylabel("measured KL (nats per token)")
         figure.legend(loc="outside upper left", ncols=2, columnspacing=1.2, handletextpad=0.4)
-        return _finish(plt, figure, "predictions")
+        return svg_element(plt, figure, "predictions")
 
 
 def _series(points: list[Prediction], colours: Mapping[str, str]) -> list[tuple[str, str, str, list[Prediction]]]:
@@ -132,7 +67,7 @@ def _series(points: list[Prediction], colours: Mapping[str, str]) -> list[tuple[
             (f"one {kind}, other schemes", _NEUTRAL, marker, [point for point in alone if point.scheme not in colours])
         )
     series += [
-        ("one role as planned", _PAPER, "D", [point for point in points if point.kind == "plan_role"]),
+        ("one role as planned", PAPER, "D", [point for point in points if point.kind == "plan_role"]),
         ("whole model", "#FEDA8B", "*", [point for point in points if point.kind == "total"]),
     ]
     return [row for row in series if row[-1]]
@@ -143,8 +78,8 @@ def draw_frontier(plan: Plan) -> str | None:
     front = sorted((point for point in plan.frontier if point.predicted_kl > 0), key=lambda point: point.effective_bits)
     if not front:
         return None
-    plt = _pyplot()
-    with plt.rc_context(_style("frontier")):
+    plt = load_pyplot()
+    with plt.rc_context(plot_style("frontier")):
         figure, axes = plt.subplots(figsize=(5.6, 4.6), layout="constrained")
         axes.plot(
             [point.effective_bits for point in front],
@@ -153,7 +88,7 @@ def draw_frontier(plan: Plan) -> str | None:
             linewidth=1.6,
             marker="o",
             markersize=4.5,
-            markerfacecolor=_PAPER,
+            markerfacecolor=PAPER,
             label="best plans, predicted",
         )
         # The plan's own measurement is the star, which hides anything under it.
@@ -170,10 +105,10 @@ def draw_frontier(plan: Plan) -> str | None:
                 yerr=[[max(kl.mean - kl.low, 0)], [max(kl.high - kl.mean, 0)]],
                 fmt="*",
                 color="#FEDA8B",
-                markeredgecolor=_INK,
+                markeredgecolor=INK,
                 markeredgewidth=0.9,
                 markersize=14,
-                ecolor=_INK,
+                ecolor=INK,
                 capsize=3,
                 linewidth=1.1,
                 zorder=5,
@@ -199,7 +134,7 @@ def draw_frontier(plan: Plan) -> str | None:
         axes.set_xlabel("effective bits (stored bits per decoder weight)")
         axes.set_ylabel("KL (nats per token)")
         figure.legend(loc="outside upper left", ncols=2, columnspacing=1.2, handletextpad=0.5)
-        return _finish(plt, figure, "frontier")
+        return svg_element(plt, figure, "frontier")
 
 
 def _note_on_line(axes: Any, height: float, text: str, *, at_right: bool) -> None:
@@ -219,9 +154,9 @@ def draw_site_errors(plan: Plan, colours: Mapping[str, str]) -> str | None:
     sites = [(layer, site) for site in plan.sites if (layer := layer_of(site)) is not None and site.predicted_kl > 0]
     if not sites:
         return None
-    plt = _pyplot()
+    plt = load_pyplot()
     roles = list(dict.fromkeys(site.role for _, site in sites))
-    with plt.rc_context(_style("errors")):
+    with plt.rc_context(plot_style("errors")):
         figure, axes = plt.subplots(figsize=(11.6, 3.9), layout="constrained")
         for index, role in enumerate(roles):
             chosen = [(layer, site) for layer, site in sites if site.role == role]
@@ -232,14 +167,14 @@ def draw_site_errors(plan: Plan, colours: Mapping[str, str]) -> str | None:
                 c=[colours[site.scheme] for _, site in chosen],
                 marker=_MARKERS[index % len(_MARKERS)],
                 s=30,
-                edgecolors=_INK,
+                edgecolors=INK,
                 linewidths=0.35,
                 zorder=3,
             )
-            axes.plot([], [], _MARKERS[index % len(_MARKERS)], color="none", markeredgecolor=_INK, label=role)
+            axes.plot([], [], _MARKERS[index % len(_MARKERS)], color="none", markeredgecolor=INK, label=role)
         for scheme, colour in colours.items():
             if any(site.scheme == scheme for _, site in sites):
-                axes.plot([], [], "s", color=colour, markeredgecolor=_INK, markeredgewidth=0.35, label=scheme)
+                axes.plot([], [], "s", color=colour, markeredgecolor=INK, markeredgewidth=0.35, label=scheme)
         axes.set_yscale("log")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(visible=False, axis="x")
@@ -247,4 +182,4 @@ def draw_site_errors(plan: Plan, colours: Mapping[str, str]) -> str | None:
         axes.set_xlabel("layer")
         axes.set_ylabel("predicted KL of the site\n(nats per token)")
         figure.legend(loc="outside right center", handletextpad=0.3)
-        return _finish(plt, figure, "errors")
+        return svg_element(plt, figure, "errors")

@@ -9,17 +9,18 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import secrets
 from pathlib import Path
 from typing import Any
 
-from bitwright.errors import MissingExtra, ReportError
+from bitwright.errors import MissingExtra
 from bitwright.plan import Plan
 from bitwright.report import units
 from bitwright.report.figures import draw_frontier, draw_predictions, draw_site_errors
 from bitwright.report.groups import bits_of_schemes, total_roles
 from bitwright.report.layer_map import build_layer_map
+from bitwright.report.page import load_templates
 from bitwright.report.palette import ink_on, scheme_colours
+from bitwright.report.whole_file import write_file
 
 
 def raise_if_no_report_extra() -> None:
@@ -34,25 +35,8 @@ def render_report(plan: Plan) -> bytes:
 
     Raises ``MissingExtra`` where jinja2 or matplotlib is not installed.
     """
-    try:
-        import jinja2
-    except ModuleNotFoundError as error:
-        raise MissingExtra("jinja2", "report", "writing a report") from error
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("bitwright.report", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(
-        bytes=units.spell_bytes,
-        number=units.spell_number,
-        percent=units.spell_percent,
-        seconds=units.spell_seconds,
-        excess=units.spell_excess,
-    )
-    return environment.get_template("report.html.j2").render(_context(plan)).encode("utf-8")
+    page: str = load_templates().get_template("report.html.j2").render(_context(plan))
+    return page.encode("utf-8")
 
 
 def write_report(plan: Plan, path: str | os.PathLike[str]) -> Path:
@@ -60,23 +44,7 @@ def write_report(plan: Plan, path: str | os.PathLike[str]) -> Path:
 
     Raises ``ReportError`` where the file cannot be written.
     """
-    target = Path(path)
-    content = render_report(plan)
-    temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
-    try:
-        with open(temporary, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    except OSError as error:
-        raise ReportError(
-            f"could not write the report to '{target}': {error.strerror or error}; nothing was written: "
-            "choose another path"
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    return target
+    return write_file(Path(path), render_report(plan), "the report")
 
 
 def _context(plan: Plan) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from bitwright.plan import Interval, Limit
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -47,6 +49,20 @@ def spell_percent(ratio: float, *, signed: bool = False) -> str:
     value = 100 * ratio
     decimals = 2 if abs(value) < 9.995 else 1
     return f"{value:{'+' if signed else ''}.{decimals}f} %".replace("-", "−")
+
+
+def spell_share(ratio: float) -> str:
+    """A share of many: ``0`` → ``"0"``, ``0.0114`` → ``"1.14 %"``; what is not 0 never reads like it."""
+    if ratio == 0:
+        return "0"
+    return "< 0.01 %" if ratio < 5e-5 else spell_percent(ratio)
+
+
+def spell_decibels(value: float) -> str:
+    """A ratio in dB: ``25.552`` → ``"25.6 dB"``; ``"exact"`` for inf, ``"–"`` for NaN."""
+    if math.isnan(value):
+        return "–"
+    return "exact" if value == math.inf else f"{value:.1f} dB".replace("-", "−")
 
 
 def spell_seconds(seconds: float) -> str:

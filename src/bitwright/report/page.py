@@ -1,0 +1,37 @@
+"""Templates of pages: every value is escaped, an unknown name is an error, figures are spelled as everywhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bitwright.errors import MissingExtra
+from bitwright.report import units
+
+
+def load_templates() -> Any:
+    """Return the jinja2 environment of ``report/templates``.
+
+    Raises:
+        MissingExtra: jinja2 is not installed.
+    """
+    try:
+        import jinja2
+    except ModuleNotFoundError as error:
+        raise MissingExtra("jinja2", "report", "writing a report") from error
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("bitwright.report", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        bytes=units.spell_bytes,
+        number=units.spell_number,
+        percent=units.spell_percent,
+        seconds=units.spell_seconds,
+        excess=units.spell_excess,
+        share=units.spell_share,
+        decibels=units.spell_decibels,
+    )
+    return environment
