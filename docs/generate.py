@@ -296,8 +296,9 @@ def _command(usage: str, verb: Any) -> str:
             continue  # what the parser gives to the function, and nobody types
         value_type, info = get_args(hints[parameter.name])
         if isinstance(info, typer.models.ArgumentInfo):
-            words.append(str(info.metavar))
             required = "required" if parameter.default is inspect.Parameter.empty else ""
+            word = f"{info.metavar}…" if "list" in str(value_type) else str(info.metavar)
+            words.append(word if required else f"[{word}]")
             rows.append((f"`{info.metavar}`", required, str(info.help)))
             continue
         declared = isinstance(info.default, str) and info.default.startswith("--")

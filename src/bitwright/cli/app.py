@@ -11,7 +11,17 @@ from typing import Annotated
 
 import typer
 
-from bitwright.cli import formats, formats_compare, formats_show, hardware, optimize, schemes, show, verify
+from bitwright.cli import (
+    formats,
+    formats_compare,
+    formats_histogram,
+    formats_show,
+    hardware,
+    optimize,
+    schemes,
+    show,
+    verify,
+)
 from bitwright.cli.usage import NUMBERS_MAY_BE_NEGATIVE, UsageMistake
 
 #: What the parser raises for options it cannot read. Its public name differs between versions of typer.
@@ -43,6 +53,7 @@ def _create_formats_app() -> typer.Typer:
     app.callback(invoke_without_command=True)(formats.formats_command)
     app.command("show", context_settings=NUMBERS_MAY_BE_NEGATIVE)(formats_show.show_command)
     app.command("compare", context_settings=NUMBERS_MAY_BE_NEGATIVE)(formats_compare.compare_command)
+    app.command("histogram")(formats_histogram.histogram_command)
     return app
 
 

@@ -33,6 +33,11 @@ FormatFiles = Annotated[
     list[Path] | None,
     typer.Option("--format-file", metavar="FILE", help="A .toml file with a format of your own; may be repeated."),
 ]
+#: How a number is rounded, and what becomes of one beyond the range.
+Rounding = Annotated[str, typer.Option(metavar="MODE", help=f"One of {', '.join(formats.ROUNDINGS)}.")]
+Overflow = Annotated[
+    str, typer.Option(metavar="RULE", help=f"Beyond the range: one of {', '.join(formats.OVERFLOWS)}.")
+]
 
 
 def formats_command(
@@ -120,7 +125,7 @@ def _scalar_table(*, layout: bool, native: Mapping[str, tuple[str, ...]] | None)
         ("decimal\ndigits", True),
         ("steps/\noctave", True),
         ("specials", False),
-        *([("native matrix units", False)] if native is not None else []),
+        *([("native in", False)] if native is not None else []),
     )
     for row in formats.rows():
         table.add_row(
@@ -148,7 +153,7 @@ def _print_native(console: Console, native: Mapping[str, tuple[str, ...]]) -> No
     for row in formats.rows():
         if row.name in native:
             together.setdefault(native[row.name], []).append(row.name)
-    table = new_table(("native matrix units for", False), ("in", False))
+    table = new_table(("formats", False), ("native in", False))
     table.columns[0].no_wrap = False
     for devices, names in together.items():
         table.add_row(Text(", ".join(names)), Text(", ".join(devices)))

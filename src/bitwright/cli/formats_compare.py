@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from bitwright import formats
-from bitwright.cli.formats import FormatFiles, add_format_files
+from bitwright.cli.formats import FormatFiles, Overflow, Rounding, add_format_files
 from bitwright.cli.number_text import spell_number, spell_percent
 from bitwright.cli.table import new_table
 from bitwright.cli.usage import UsageMistake, raise_if_option, split_names
@@ -36,15 +36,18 @@ _CELL_WIDTH, _NAME_WIDTH = 21, 15
 
 def compare_command(
     context: typer.Context,
-    values: Annotated[list[str], typer.Argument(metavar="NUMBER…", help="0.1, -0, 1e-45, 0x1.8p3, inf, nan.")],
+    values: Annotated[list[str], typer.Argument(metavar="NUMBER", help="0.1, -0, 1e-45, 0x1.8p3, inf, nan.")],
     only: Annotated[
         str | None, typer.Option("--formats", metavar="a,b,…", help="Formats to compare; default: all.")
     ] = None,
-    rounding: Annotated[str, typer.Option(help="Rounding mode.")] = "nearest_even",
-    overflow: Annotated[str, typer.Option(help="What becomes of numbers beyond the range.")] = "ieee",
+    rounding: Rounding = "nearest_even",
+    overflow: Overflow = "ieee",
     format_file: FormatFiles = None,
 ) -> None:
-    """Show what becomes of numbers in every format: kept, rounded, subnormal, → 0, → Inf, → NaN or saturated."""
+    """Show what becomes of numbers in every format.
+
+    Kept exactly, rounded by x %, subnormal, → 0, → Inf, → NaN, or saturated.
+    """
     raise_if_option(context, values)
     add_format_files(format_file)
     numbers = [parse_number(value) for value in values]

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from bitwright import formats
-from bitwright.cli.formats import FormatFiles, add_format_files, native_devices, spell_specials
+from bitwright.cli.formats import FormatFiles, Overflow, Rounding, add_format_files, native_devices, spell_specials
 from bitwright.cli.formats_show_block import print_block, print_block_facts
-from bitwright.cli.number_text import spell_binary, spell_number, spell_percent, spell_signed, spell_step
+from bitwright.cli.number_text import spell_binary, spell_number, spell_percent, spell_short, spell_signed, spell_step
 from bitwright.cli.table import print_rows
 from bitwright.cli.usage import UsageMistake, raise_if_option
 from bitwright.formats import FloatFormat, Format, IntFormat
@@ -42,14 +42,18 @@ def show_command(
     name: Annotated[str, typer.Argument(metavar="FORMAT", help="A format, or another library's name of it.")],
     values: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NUMBER…]", help="0.1, -0, 1e-45, 0x1.8p3, inf, nan; for a block format, its block."),
+        typer.Argument(metavar="NUMBER", help="0.1, -0, 1e-45, 0x1.8p3, inf, nan; for a block format, its block."),
     ] = None,
     code: Annotated[str | None, typer.Option(metavar="CODE", help="A code in place of a number: 0x3dcd.")] = None,
-    rounding: Annotated[str, typer.Option(help="Rounding mode.")] = "nearest_even",
-    overflow: Annotated[str, typer.Option(help="What becomes of numbers beyond the range.")] = "ieee",
+    rounding: Rounding = "nearest_even",
+    overflow: Overflow = "ieee",
     format_file: FormatFiles = None,
 ) -> None:
-    """Show numbers in one format: bits, exact value, error, neighbours, and what overflow would make of them."""
+    """Show numbers in one format, bit by bit.
+
+    With exact value, error in ulps, both neighbours, and what each overflow rule makes of them. Without a number: the
+    facts of the format.
+    """
     words = values or []
     raise_if_option(context, [name, *words])
     add_format_files(format_file)
@@ -182,7 +186,7 @@ def _spell_error(outcome: Explanation) -> str:
     if outcome.relative_error is not None:
         parts.append(spell_percent(outcome.relative_error))
     if outcome.error_ulps is not None:
-        parts.append(f"{spell_signed(outcome.error_ulps, 4)} ulp")
+        parts.append(f"{spell_signed(outcome.error_ulps, 4).removeprefix('≈ ')} ulp")
     return ", ".join(parts)
 
 
@@ -196,20 +200,19 @@ def _spell_neighbour(format: Format, neighbour: Neighbour | None, sign: str) -> 
 def _spell_overflow(outcome: Explanation, overflow: str) -> str:
     format = outcome.point.format
     if not outcome.out_of_range:
-        return f"not here; {_spell_beyond(format)}"
+        return f"no; {_spell_beyond(format)}"
     return f"yes, and {overflow} was applied: {_spell_rules(outcome.by_rule)}"
 
 
 def _spell_beyond(format: Format) -> str:
-    largest = spell_number(Fraction(format.max), digits=12)
-    return f"beyond {largest.removeprefix('≈ ')}: {_spell_rules(beyond_range(format))}"
+    return f"beyond {spell_short(Fraction(format.max))}: {_spell_rules(beyond_range(format))}"
 
 
 def _spell_rules(by_rule: Mapping[str, float]) -> str:
     """Rules of one outcome together: "saturate, te → 448; ieee → NaN"."""
     together: dict[str, list[str]] = {}
     for rule, value in by_rule.items():
-        together.setdefault(spell_number(value, digits=12).removeprefix("≈ "), []).append(rule)
+        together.setdefault(spell_short(value), []).append(rule)
     if len(together) == 1:
         return f"every rule → {next(iter(together))}"
     return "; ".join(f"{', '.join(rules)} → {value}" for value, rules in together.items())

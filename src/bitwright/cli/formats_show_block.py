@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from bitwright import formats
-from bitwright.cli.number_text import spell_number, spell_percent, spell_signed
+from bitwright.cli.number_text import spell_number, spell_percent, spell_short, spell_signed
 from bitwright.cli.table import new_table, print_rows
 from bitwright.cli.usage import UsageMistake
 from bitwright.formats.block_codec import BlockCodec
@@ -67,7 +67,7 @@ def print_block(console: Console, format: BlockCodec, words: Sequence[str], roun
             Text(word),
             *([str(index // format.block_size)] if has_blocks else []),
             *([_hex(int(codes[index]), format.code_bits)] if codes is not None else []),
-            spell_number(kept[index], digits=12),
+            spell_short(kept[index], digits=9),
             error,
             percent,
         )
@@ -103,7 +103,7 @@ def _scale_rows(format: BlockFormat, stored: BlockCodes) -> list[tuple[str, str]
         for index, (code, scale) in enumerate(zip(stored.scale_codes, scales, strict=True))
     ]
     if stored.tensor_scale is not None:
-        rows.append(("tensor scale", f"{spell_number(float(stored.tensor_scale), digits=12)}, in fp32"))
+        rows.append(("tensor scale", f"{spell_short(float(stored.tensor_scale), digits=9)}, in fp32"))
     if format.element_exponent:
         rows.append(("element", f"{format.element.name} × 2^{format.element_exponent}"))
     else:
