@@ -337,6 +337,26 @@ def test_nvfp4_is_what_its_formulas_say_bit_for_bit(columns: int, factor: float,
     assert same_bits(formats.decode("nvfp4", stored), values)
 
 
+def test_the_order_of_operations_decides_at_ties_of_the_block_scale() -> None:
+    """amax / 6, then times 2688 / amax_tensor: around every tie between E4M3 scales, where another order moves some."""
+    e4m3 = np.arange(8, 0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    ties = (e4m3[:-1] + e4m3[1:]) / 2
+    scales, others = [], []
+    for largest in (1.0, 3.7, 1234.5, 0.0271):
+        largest = np.float32(largest)
+        amax = (6 * ties * float(largest) / 2688).astype(np.float32)
+        amax = np.concatenate([(amax.view(np.int32) + ulps).view(np.float32) for ulps in range(-3, 4)])
+        x = np.zeros((amax.size + 1, 16), dtype=np.float32)
+        x[:, 5] = np.concatenate([amax, [largest]])
+        expected, _ = nvfp4_by_hand(x)
+        found = formats.encode("nvfp4", x).scale_codes
+        assert np.array_equal(found, expected)
+        reciprocal = np.abs(x[:, 5]) * (np.float32(2688) / largest * np.float32(1 / 6))
+        scales.append(found[:, 0])
+        others.append(np.minimum(reciprocal, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+    assert 0 < (np.concatenate(scales) != np.concatenate(others)).mean() < 0.5
+
+
 @pytest.mark.parametrize("factor", [1.0, 1e-37, 1e-35, 1e30])
 def test_nvfp4_is_near_its_input_at_every_magnitude(factor: float) -> None:
     """The tensor scale is the reciprocal of the encode scale also where that is capped."""
@@ -354,6 +374,9 @@ def test_nvfp4_zeroes_few_elements_unless_an_outlier_takes_the_range() -> None:
     exact = math.erf(6 * 1e6 / 2688 / 1024 / math.sqrt(2)) ** 16
     assert share == pytest.approx(exact, abs=0.012)  # 16,384 blocks: three standard errors
     assert share == pytest.approx(0.61, abs=0.03)
+    stored = formats.encode("nvfp4", x)
+    lost = (stored.scale_codes == 0).repeat(16, axis=1)
+    assert np.array_equal(stored.codes[lost], np.where(x[lost] < 0, 8, 0))  # ±0
 
 
 def test_part_of_a_tensor_is_encoded_with_the_amax_of_the_whole() -> None:

@@ -117,6 +117,37 @@ def test_super_blocks_err_by_less_than_a_step(name: str, code_step: float) -> No
     assert (error <= span * code_step + reach / 30).all()
 
 
+def test_codes_are_the_nearest_under_the_stored_scales() -> None:
+    """Scales read from the bytes by hand: no value is off by more than half a step, unless its code is an end."""
+    x = gaussian(60, 256, seed=9)
+    q6 = formats.encode("q6_k", x)
+    step = q6[:, 208:].copy().view("<f2").astype(np.float64) * q6[:, 192:208].view(np.int8)
+    value, step = formats.decode("q6_k", q6).reshape(60, 16, 16), step[..., None]
+    is_end = (value == -32 * step) | (value == 31 * step)
+    assert ((np.abs(value - x.reshape(60, 16, 16)) <= np.abs(step) / 2 * (1 + 1e-6)) | is_end).all()
+    q4 = formats.encode("q4_k", x)
+    d, d_min = q4[:, :4].copy().view("<f2").astype(np.float64).T[..., None]
+    scale, minimum = gguf.quants.Q4_K.get_scale_min(q4[:, 4:16])
+    step, low = (d * scale)[..., None], (-d_min * minimum)[..., None]
+    value = formats.decode("q4_k", q4).reshape(60, 8, 32)
+    is_end = (np.abs(value - low) < step / 4) | (np.abs(value - low - 15 * step) < step / 4)
+    assert ((np.abs(value - x.reshape(60, 8, 32)) <= step / 2 * (1 + 1e-5)) | is_end).all()
+    assert is_end.mean() < 0.2
+
+
+def test_the_search_of_q6_k_beats_the_first_grid() -> None:
+    """Weighted by x², as it is searched: against scales of extreme / −32, even unrounded ones."""
+    x = gaussian(256, 512, seed=3)
+    groups = x.reshape(-1, 16).astype(np.float64)
+    step = np.take_along_axis(groups, np.abs(groups).argmax(axis=-1, keepdims=True), axis=-1) / -32
+    plain = np.clip(np.rint(groups / step), -32, 31) * step
+    weighted = [
+        float((groups**2 * (values.reshape(groups.shape) - groups) ** 2).sum())
+        for values in (formats.round("q6_k", x), plain)
+    ]
+    assert weighted[0] < 0.85 * weighted[1]
+
+
 def test_super_blocks_are_exact_where_the_grid_is() -> None:
     """Values that the layout holds come back: one scale, whole codes."""
     rng = np.random.default_rng(7)
