@@ -17,7 +17,8 @@ from bitwright.cli.table import new_table
 from bitwright.cli.usage import UsageMistake, raise_if_option, split_names
 from bitwright.errors import FormatError
 from bitwright.formats import Format
-from bitwright.formats.explain import Explanation, Fate, Real, explain, parse_number
+from bitwright.formats.explain import Explanation, Fate, explain
+from bitwright.formats.written_number import Real, parse_number
 
 #: Relative errors from here on are marked: three significant bits lose up to 1/16.
 _LARGE_ERROR = Fraction(1, 16)

@@ -19,17 +19,8 @@ from bitwright.cli.table import print_rows
 from bitwright.cli.usage import UsageMistake, raise_if_option
 from bitwright.formats import FloatFormat, Format, IntFormat
 from bitwright.formats.describe import describe
-from bitwright.formats.explain import (
-    Explanation,
-    Neighbour,
-    Point,
-    beyond_range,
-    chances,
-    explain,
-    explain_code,
-    parse_code,
-    parse_number,
-)
+from bitwright.formats.explain import Explanation, Neighbour, Point, beyond_range, chances, explain, explain_code
+from bitwright.formats.written_number import parse_code, parse_number
 
 #: The colour of the n-th field of a code, from the top; lines and names tell them apart without colour.
 _FIELD_STYLES = ("bold magenta", "bold cyan", "bold green")

@@ -17,7 +17,8 @@ from bitwright.cli.usage import UsageMistake
 from bitwright.formats.block_codec import BlockCodec
 from bitwright.formats.blocks import BlockCodes, BlockFormat
 from bitwright.formats.decode import decode_codes
-from bitwright.formats.explain import Real, explain, parse_number
+from bitwright.formats.explain import explain
+from bitwright.formats.written_number import Real, parse_number
 
 #: Bytes in one line of a block that is stored as bytes.
 _BYTES_A_LINE = 16

@@ -9,7 +9,7 @@ import math
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from fractions import Fraction
 
-from bitwright.formats.explain import Real
+from bitwright.formats.written_number import Real
 
 #: Digits of 2**-1074, doubled: every value of every format, and its distance to what was written, is exact with these.
 _EXACT = Context(prec=12000, Emax=MAX_EMAX, Emin=MIN_EMIN)

@@ -1,6 +1,6 @@
 """What becomes of one number in one format, fact by fact: what `bitwright formats show` and `compare` print.
 
-Arithmetic is exact: a written number is a `Fraction`, and so are errors, distances and steps. With v the value that the
+Arithmetic is exact: a `written_number` is a Fraction, and so are errors, distances and steps. With v the value that the
 number x is kept as,
 
     error      v − x
@@ -10,43 +10,28 @@ number x is kept as,
 
 (of the definitions in J.-M. Muller, "On the definition of ulp(x)", INRIA RR-5504, 2005, the one that is a function of
 the binade alone). An integer's ulp is 1; a codebook's is the gap that x falls into.
-
-Formats are rounded from float64, and "0.1" is none. Rounding twice may go wrong, so the float64 on the way is rounded
-*to odd*: of the two around x the one whose last bit is 1 (S. Boldo and G. Melquiond, "Emulation of a FMA and correctly
-rounded sums", 2008). A format of at most 51 significant bits then rounds as if from x itself. For a wider one the
-float64 on the way is found by the rounding mode asked for, which is the whole rounding where the format is fp64.
 """
 
 from __future__ import annotations
 
 import math
-import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Literal
 
 import numpy as np
 
-from bitwright.catalog import nearest_name_hint
-from bitwright.errors import FormatError
 from bitwright.formats.decode import decode_codes
 from bitwright.formats.encode import OVERFLOWS, encode_values
-from bitwright.formats.round import StepUp, find_rounding, round_magnitude
+from bitwright.formats.round import find_rounding, round_magnitude
 from bitwright.formats.types import FloatFormat, Format, IntFormat
+from bitwright.formats.written_number import Real, through_float64
 
-#: A number as it was written: exact, or one of −0, ±Inf, NaN.
-Real = Fraction | float
 #: What a code stands for.
 Kind = Literal["normal", "subnormal", "zero", "infinity", "NaN", "integer", "codebook entry"]
 #: What became of a number. "exact": nothing; "subnormal": rounded to one; "NaN lost": NaN became a number.
 Fate = Literal["exact", "rounded", "subnormal", "zero", "infinite", "NaN", "saturated", "NaN lost"]
-
-#: Decimal exponents that a written number may have; every format ends long before.
-MAX_DECIMAL_EXPONENT = 5000
-_HEX_FLOAT = re.compile(r"([+-]?)0x([0-9a-f]+)\.?([0-9a-f]*)p([+-]?\d{1,4})", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,56 +96,6 @@ class Explanation:
     def error_ulps(self) -> Fraction | None:
         """error / ulp; None where that is no number."""
         return self.error / self.ulp if self.error is not None and self.ulp is not None else None
-
-
-def parse_number(text: str) -> Real:
-    """Return a written number exactly: "0.1", "-0", "1e-45", "0x1.8p3", "inf", "nan".
-
-    Raises:
-        FormatError: it is no number, or its exponent is beyond every format.
-    """
-    written = text.strip().lower().replace("−", "-")
-    if match := _HEX_FLOAT.fullmatch(written):
-        sign, whole, rest, exponent = match.groups()
-        size = int(whole + rest, 16) * Fraction(2) ** (int(exponent) - 4 * len(rest))
-        return _signed(size, sign == "-")
-    if written.lstrip("+-").startswith("0x"):
-        raise FormatError(
-            f"{text!r} may be a code or a number; write --code {text} for the code, or {text}p0 for the number"
-        )
-    try:
-        number = Decimal(written)
-    except InvalidOperation:
-        hint = nearest_name_hint(written, ["inf", "-inf", "nan", "infinity"])
-        raise FormatError(f"{text!r} is no number{hint} Write it as 0.1, 1e-45, 0x1.8p3, inf or nan") from None
-    if number.is_nan():
-        return math.nan
-    if number.is_infinite():
-        return math.copysign(math.inf, number)
-    if number and abs(number.adjusted()) > MAX_DECIMAL_EXPONENT:
-        raise FormatError(
-            f"{text!r} has an exponent beyond ±{MAX_DECIMAL_EXPONENT}, where no format has values; "
-            "write inf, 0 or a number closer to 1"
-        )
-    return _signed(abs(Fraction(number)), number.is_signed())
-
-
-def parse_code(format: Format, text: str) -> int:
-    """Return a written code: "0x3dcd", "0b11", "15821".
-
-    Raises:
-        FormatError: it is no integer, or the format has no such code.
-    """
-    try:
-        code = int(text, 0)
-    except ValueError:
-        raise FormatError(f"{text!r} is no code; write it as 0x3c, 0b111100 or 60") from None
-    if not 0 <= code < 1 << format.bits:
-        raise FormatError(
-            f"code {text} is not in [0, 2**{format.bits}), the codes of {format.name}; "
-            f"give one from 0 to {(1 << format.bits) - 1:#x}"
-        )
-    return code
 
 
 def explain_code(format: Format, code: int) -> Point:
@@ -233,32 +168,6 @@ def chances(
 def beyond_range(format: Format) -> Mapping[str, float]:
     """Return what a number far above the largest value becomes: overflow rule → value."""
     return explain(format, Fraction(2) ** 1100).by_rule
-
-
-def through_float64(format: Format, x: Real, rounding: str) -> float:
-    """Return the float64 that rounds to `format` as `x` itself would (see the opening)."""
-    if isinstance(x, float):
-        return x
-    size, sign = abs(x), -1.0 if x < 0 else 1.0
-    low = sys.float_info.max if size > sys.float_info.max else float(size)
-    if Fraction(low) > size:
-        low = math.nextafter(low, 0.0)
-    if Fraction(low) == size:
-        return sign * low
-    high = math.nextafter(low, math.inf)
-    is_odd = bool(np.float64(low).view(np.int64) & 1)
-    if not (isinstance(format, FloatFormat) and format.fraction_bits > 50):
-        return sign * (low if is_odd else high)
-    half = Fraction(low) + Fraction(math.ulp(low)) / 2
-    rest = 0.25 if size < half else 0.5 if size == half else 0.75
-    step_up = _decision(rounding)(np.array([rest]), np.array([is_odd]), np.array([x < 0]))
-    return sign * (high if step_up[0] else low)
-
-
-def _signed(size: Fraction, negative: bool) -> Real:
-    if not size:
-        return -0.0 if negative else size
-    return -size if negative else size
 
 
 def _value(format: Format, code: int) -> float:
@@ -352,12 +261,7 @@ def _is_out_of_range(format: Format, start: float, rounding: str) -> bool:
 
 def _magnitude_index(format: FloatFormat | IntFormat, start: float, rounding: str) -> int:
     negative = np.signbit(np.array([start]))
-    return int(round_magnitude(format, np.array([abs(start)]), negative, _decision(rounding))[0])
-
-
-def _decision(rounding: str) -> StepUp:
-    """The decision of a mode for one number; one that draws says that it has no seed."""
-    return find_rounding(rounding, (1,), None, 1)
+    return int(round_magnitude(format, np.array([abs(start)]), negative, find_rounding(rounding, 1, None, 1))[0])
 
 
 def _fate(x: Real, point: Point, *, out_of_range: bool) -> Fate:
