@@ -39,9 +39,7 @@ def test_a_shorter_last_group_has_a_whole_scale() -> None:
 
 def test_blocks_of_rows_and_columns_share_a_scale() -> None:
     # DeepSeek-V3, kv_b_proj [32768, 512]: its weight_scale_inv has shape [256, 4]
-    size = weight_bytes(
-        out_features=32768, in_features=512, code_bits=8, group_size=128, group_rows=128, scale_bits=32
-    )
+    size = weight_bytes(out_features=32768, in_features=512, code_bits=8, group_size=128, group_rows=128, scale_bits=32)
     assert size == 32768 * 512 + 256 * 4 * 4
     # kv_a_proj_with_mqa [576, 7168]: 576 = 4.5 x 128 rows have five scales a column of blocks, shape [5, 56]
     size = weight_bytes(out_features=576, in_features=7168, code_bits=8, group_size=128, group_rows=128, scale_bits=32)

@@ -18,7 +18,7 @@ LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 
 
 class TransformerEngine:
-    """One tensor: a list of fp32 amaxes, slot 0 the current one; the scale multiplies x. Python floats and np.float32."""
+    """One tensor: a list of fp32 amaxes, slot 0 the current one; the scale multiplies x. All np.float32."""
 
     def __init__(self, largest: float, length: int, choice: str, margin: int) -> None:
         self.largest, self.choice, self.margin = np.float32(largest), choice, margin
@@ -210,7 +210,23 @@ def te_current(amax: float, largest: float, epsilon: float, power_of_two: bool) 
     return np.float32(scale)
 
 
-EDGES = [0.0, 1e-45, 1e-40, 1e-36, 1e-4, 0.9999999, 1.0, 6.999, 7.0, 448.0, 448.00003, 57344.0, 3e38, math.inf, math.nan]
+EDGES = [
+    0.0,
+    1e-45,
+    1e-40,
+    1e-36,
+    1e-4,
+    0.9999999,
+    1.0,
+    6.999,
+    7.0,
+    448.0,
+    448.00003,
+    57344.0,
+    3e38,
+    math.inf,
+    math.nan,
+]
 
 
 @pytest.mark.parametrize("format_name", LARGEST)

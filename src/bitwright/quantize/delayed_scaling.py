@@ -5,15 +5,16 @@ the amax of earlier steps; *current scaling* pays a second read and takes this t
 of what bitwright calls scale: code = x · inv_scale, value = code · scale, scale = 1 / inv_scale. All of it is fp32.
 
     delayed   amax = max over the history, or its slot 0 ("most_recent")
-              inv_scale = (max / amax) / 2^margin; the old one where amax is 0, Inf or NaN; the largest fp32 number where
-              the quotient is Inf. No power of two. Then the history moves up by one slot and slot 0 is zeroed.
-    current   inv_scale = max / amax, amax at least epsilon; 1 where amax is 0, Inf or NaN; the largest fp32 number where
-              the quotient is Inf; optionally floored to a power of two.
+              inv_scale = (max / amax) / 2^margin, no power of two; the old one where amax is 0, Inf or NaN; the
+              largest fp32 number where the quotient is Inf. Then the history rolls by −1 and its slot 0 is zeroed.
+    current   inv_scale = max / amax, amax at least epsilon; 1 where amax is 0, Inf or NaN; the largest fp32 number
+              where the quotient is Inf; optionally floored to a power of two.
     MS-AMP    inv_scale = 2^(floor(log2(max / amax)) − margin); the old one where amax is 0, Inf or NaN.
 
 max is the format's largest value. Values beyond it saturate (the history lags behind growing values), Inf too; NaN
-stays NaN. Quotients are divided once, as in TE's kernels (its Python twin lets torch multiply by a reciprocal, which
-is off by one unit in the last place for a quarter of all amaxes). A NaN in the history holds the scale until it has left the history: `max` hands NaN on, as torch's does.
+stays NaN. Quotients are divided once, as in TE's kernels (its Python twin, run eagerly, multiplies by a reciprocal,
+which is off by one unit in the last place for a quarter of all amaxes). A NaN in the history holds the scale until it
+has left the history: `max` hands NaN on, as torch's does.
 
 Source: Transformer Engine, `_default_sf_compute` and `_amax_and_scale_update` of fp8.py (delayed) and
 `compute_scale_from_amax` of recipe_common.cuh (current); MS-AMP, `ScalingMeta.compute_scaling_factor`; FP8-LM,
@@ -132,9 +133,7 @@ class DelayedScaling:
         self.inv_scale.copy_(state["inv_scale"])
 
 
-def current_inv_scale(
-    amax: Tensor, format_name: str, *, epsilon: float = 0.0, is_power_of_two: bool = False
-) -> Tensor:
+def current_inv_scale(amax: Tensor, format_name: str, *, epsilon: float = 0.0, is_power_of_two: bool = False) -> Tensor:
     """Transformer Engine's current scaling: inverse scales fp32 for fp32 `amax` of any shape.
 
     Args:

@@ -43,7 +43,9 @@ class Granularity:
                 f"group_size is {self.group_size} for scope {self.scope!r}; it is positive for groups and blocks only"
             )
         if (self.scope == "block") != (self.block_rows > 0):
-            raise ValueError(f"block_rows is {self.block_rows} for scope {self.scope!r}; it is positive for blocks only")
+            raise ValueError(
+                f"block_rows is {self.block_rows} for scope {self.scope!r}; it is positive for blocks only"
+            )
 
     def group_columns(self, columns: int) -> int:
         """Columns under one scale of a row of `columns` elements."""

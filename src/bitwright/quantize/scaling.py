@@ -1,7 +1,7 @@
 """From numbers to scales.
 
-Symmetric groups: `RULES` holds one function per `Scaling.rule`. With amax = max |x|, max and emax the largest code value
-and its exponent:
+Symmetric groups: `RULES` holds one function per `Scaling.rule`. With amax = max |x|, and max and emax the largest code
+value and its exponent:
 
     amax          amax / max                                                      compressed-tensors, AWQ, GPTQ, QLoRA
     percentile    q / max, q the percentile of |x|, interpolated linearly         observers of PTQ; 100 gives amax
@@ -14,8 +14,9 @@ and its exponent:
                                                                                   scaling is margin 0
 
 Under ocp_floor a group saturates when amax lies in (max, 2^(emax+1)) · 2^k, which is 448 to 512 for E4M3. round_up and
-power_of_two with margin 0 are one and the same number, the smallest power of two under which amax does not saturate;
-all three agree for the other amaxes. All three are exact in fp32 and in E8M0. A stored scale s multiplies codes by
+power_of_two with margin 0 are one and the same number, the smallest power of two under which amax does not saturate
+(wherever amax / max is a normal fp32 number); ocp_floor is half of it for those amaxes, and equal for all others. Powers
+of two are exact in fp32 and in E8M0, which clamps them to 2^−127 … 2^127. A stored scale s multiplies codes by
 s · 2^element_exponent; max and emax above are then those of code · 2^element_exponent.
 
 Two levels (NVFP4, as in Transformer Engine; 448 · 6 = 2688) measure each group in units of a tensor scale, in this
@@ -189,9 +190,7 @@ def find_scales(
         grouped = grouped.new_zeros(*grouped.shape[:-1], 1)  # one scale per tensor, of a tensor without elements
     number = formats.get(format_name)
     peak = grouped.abs().amax(-1, keepdim=True)
-    groups = Groups(
-        values=grouped, amax=peak * shrink, shrink=shrink, number=number, scaling=scaling, filling=filling
-    )
+    groups = Groups(values=grouped, amax=peak * shrink, shrink=shrink, number=number, scaling=scaling, filling=filling)
     tensor_scale = None
     if scaling.tensor_scale:
         tensor_scale, inv_tensor_scale = _tensor_scales(peak, groups)
@@ -254,19 +253,17 @@ def _relative_squared_error(groups: Groups, scale: Tensor) -> Tensor:
 
 
 def _quantile(magnitudes: Tensor, share: float, filling: Tensor | None) -> Tensor:
-    """The quantile of the last dimension, [..., 1]: linear between order statistics share · (n − 1) apart from the first.
+    """The quantile of the last dimension, [..., 1]: linear between the order statistics around share · (n − 1).
 
-    As `torch.quantile`, which takes no more than 2^24 numbers; the place between two numbers is found in fp64.
+    As `torch.quantile`, which takes no more than 2^24 numbers; the place between two numbers is found in fp64. Sorted,
+    since selecting the two numbers (`kthvalue`) takes quadratic time where the order is unlucky.
     """
-    if filling is None:
-        num_values = magnitudes.shape[-1]
-        place = share * (num_values - 1)
-        below = math.floor(place)
-        low = magnitudes.kthvalue(below + 1, dim=-1, keepdim=True).values
-        high = magnitudes.kthvalue(min(below + 2, num_values), dim=-1, keepdim=True).values
-        return torch.lerp(low, high, place - below)
-    ordered = magnitudes.masked_fill(filling, torch.inf).sort(dim=-1).values
-    last = (~filling).expand_as(magnitudes).sum(-1, keepdim=True) - 1
+    if filling is not None:
+        magnitudes = magnitudes.masked_fill(filling, torch.inf)
+    ordered = magnitudes.sort(dim=-1).values
+    last = torch.full_like(ordered[..., :1], ordered.shape[-1] - 1, dtype=torch.int64)
+    if filling is not None:
+        last = last - filling.expand_as(ordered).sum(-1, keepdim=True)
     places = share * last.double()
     low_index = places.floor().long()
     low, high = ordered.gather(-1, low_index), ordered.gather(-1, torch.minimum(low_index + 1, last))

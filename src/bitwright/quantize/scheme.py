@@ -54,7 +54,9 @@ class Scaling:
         if not 0 < self.percentile <= 100:
             raise SchemeError(f"percentile is {self.percentile}; give a share of magnitudes in (0, 100], in percent")
         if self.percentile != 100 and self.rule != "percentile":
-            raise SchemeError(f"percentile is {self.percentile}, but rule {self.rule!r} does not look at it; leave it out")
+            raise SchemeError(
+                f"percentile is {self.percentile}, but rule {self.rule!r} does not look at it; leave it out"
+            )
         if self.margin and self.rule != "power_of_two":
             raise SchemeError(f"margin is {self.margin}, but rule {self.rule!r} does not look at it; leave it out")
         if self.symmetry != "symmetric" and (self.rule != "amax" or self.tensor_scale or self.element_exponent):
@@ -66,12 +68,26 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorScheme:
-    """Number format plus scaling of one tensor. Without scaling the numbers themselves are rounded to the format."""
+    """Number format plus scaling of one tensor. Without scaling the numbers themselves are rounded to the format.
+
+    Raises:
+        SchemeError: two levels of scales whose range fp32 does not hold.
+    """
 
     #: Canonical name of a number format (`bitwright formats`).
     format: str
     #: None: values are stored as they are in `format`.
     scaling: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.scaling is None or not self.scaling.tensor_scale:
+            return
+        largest = float(formats.get(self.scaling.scale_format).max) * float(formats.get(self.format).max)
+        if largest > float(formats.get("fp32").max):
+            raise SchemeError(
+                f"{self.scaling.scale_format} scales times {self.format} codes reach {largest:.3g}, beyond fp32, and no "
+                "tensor scale brings a tensor to that range; store scales in a format of short range, or use one level"
+            )
 
     def stored_bytes(self, rows: int, columns: int) -> int:
         """Bytes that a [rows, columns] tensor occupies: codes, scales and offsets."""
