@@ -4,22 +4,15 @@ The last dimension is cut into blocks of `block_size`; its last block may be sho
 ``top = element.max · 2**element_exponent`` and ``amax = max |x|`` of a block, in this order, each step one operation of
 fp32:
 
-    ideal by rule    ocp_floor   2**(floor(log2 amax) − floor(log2 top))          OCP MX 1.0 §6.3; elements saturate
-                     round_up    2**ceil(log2(amax / top))                        NVIDIA's MXFP8: no element saturates
-                     amax        amax / top
+    ideal            by a rule of `block_scales`, from amax and top; with two levels, times the encode scale S
     scale            ideal, to nearest even in the scale format, saturating: E8M0 clamps exponents to ±127. An amax of 0
-                     (a quotient of 0) is ideal 0, which E8M0, having no zero, stores as 2**-127
-    two levels       T = scale_format.max · top                                   NVFP4: 448 · 6 = 2688
-                     S = min(T / amax_tensor, fp32 max)       amax_tensor = 0: S = 1, tensor_scale = 1
-                     tensor_scale = max(amax_tensor / T, 2**-128)                 the reciprocal of S, unrounded by it
-                     ideal = (amax / top) · S
+                     has ideal 0, which E8M0, having no zero, stores as 2**-127
     unit             (scale · tensor_scale) · 2**element_exponent
     code             element(x / unit), saturating: a true division by the *stored* scale. A unit of 0 (a scale that
                      rounded to zero) divides as infinity does, so that codes are 0 and keep the sign of x
     value            code · unit
 
-`floor(log2)` is the exponent field (frexp), never a logarithm; "round up" adds one to the exponent of the fp32 quotient
-amax / top where any fraction bit is set. `scale` multiplies codes back to values.
+`scale` and `tensor_scale` (1 with one level) multiply codes back to values.
 
 NaN or Inf in a block: its scale is stored as NaN (E8M0 0xFF, E4M3 0x7F), its codes are 0, all its values are NaN, and
 other blocks are none the worse (a two-level tensor scale ignores the block). MX 1.0 gives the NaN scale this
@@ -29,23 +22,19 @@ fp32 at its ends. Under a power of two the division is exact unless the quotient
 2**-126 · unit, far under half the smallest element, so that no rounding to nearest can tell; a quotient that underflows
 to 0 is 0 to `up` and `down` too. At scale 2**-127 (itself an fp32 subnormal) amax is below 2**(emax − 126), and
 x / 2**-127 is exact and small; scales above 2**(127 − emax) never arise under ocp_floor. Kernels must not flush
-subnormals. Values beyond fp32 become ±Inf: only under round_up, and by the code −2**(b−1) of integers, does a block
-decode to more than its largest input. Integers use their whole two's complement range: MX 1.0 leaves that choice for
-INT8, and rounding to the nearest number is then one rule for all.
+subnormals. Values beyond fp32 become ±Inf: inputs at its very end, under a scale or in a code that was rounded up.
 
-NVFP4's order is that of Transformer Engine's reference quantiser (amax / 6 first, then times the global encode scale);
-TE's later kernels multiply by a precomputed S · (1/6), and x by a reciprocal, which moves numbers that lie on ties.
-Rejected: tensor_scale = amax_tensor / T alone, which is off by orders of magnitude where S is capped; padding short
-blocks, since the padding would be stored.
+Integers use their whole two's complement range: MX 1.0 leaves that choice for INT8, and rounding to the nearest number
+is then one rule for all.
+Rejected: multiplying x by 1 / unit, as some kernels do, which moves numbers that lie on ties; padding short blocks,
+since the padding would be stored.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,16 +42,12 @@ import numpy.typing as npt
 from bitwright.catalog import nearest_name_hint
 from bitwright.errors import FormatError, UnknownName
 from bitwright.formats.block_codec import BlockRow, Floats32, exact_float32
+from bitwright.formats.block_scales import FLOAT32_MAX, SCALE_RULES, ScaleRule, tensor_scales
 from bitwright.formats.decode import decode_codes
 from bitwright.formats.encode import encode_values
 from bitwright.formats.round import MAX_RANDOM_BITS
 from bitwright.formats.types import FloatFormat, Format
 
-ScaleRule = Literal["amax", "ocp_floor", "round_up"]
-
-_FLOAT32_MAX = np.finfo(np.float32).max
-#: 1 / fp32 max: what stands for the reciprocal of a capped encode scale.
-_SMALLEST_TENSOR_SCALE = np.float32(2.0**-128)
 #: Element codes of up to this width are exact in fp32, and so are their products with a power of two.
 MAX_ELEMENT_BITS = 24
 
@@ -128,7 +113,7 @@ class BlockFormat:
             )
         if self.block_size < 1:
             raise FormatError(f"block format '{self.name}' has blocks of {self.block_size} values; give at least 1")
-        if self.element.bits > MAX_ELEMENT_BITS or self.element.max > _FLOAT32_MAX:
+        if self.element.bits > MAX_ELEMENT_BITS or self.element.max > FLOAT32_MAX:
             raise FormatError(
                 f"block format '{self.name}' has elements of {self.element.bits} bits up to {self.element.max:g}; its "
                 f"arithmetic is fp32, so choose elements of at most {MAX_ELEMENT_BITS} bits within fp32's range"
@@ -239,11 +224,11 @@ def encode_blocks(
     inv_tensor_scale = np.float32(1)
     if format.tensor_scale:
         amax = amax_B.max(initial=np.float32(0)) if tensor_amax is None else _checked_amax(tensor_amax)
-        tensor_scale, inv_tensor_scale = _tensor_scales(format, amax)
+        tensor_scale, inv_tensor_scale = tensor_scales(amax, format.max)
     elif tensor_amax is not None:
         raise FormatError(f"tensor_amax={tensor_amax} was given, but {format.name} has no tensor scale; leave it out")
     with np.errstate(over="ignore", under="ignore"):
-        ideal_B = SCALE_RULES[format.scale_rule](format, amax_B) * inv_tensor_scale
+        ideal_B = SCALE_RULES[format.scale_rule](amax_B, np.float32(format.largest_element)) * inv_tensor_scale
     scale_codes_B = encode_values(format.scale, np.where(finite_B, ideal_B, np.float32(np.nan)))
     unit_B = _units(format, scale_codes_B, tensor_scale)
     divisor_B = np.where(finite_B & (unit_B != 0), unit_B, np.float32(np.inf))
@@ -291,41 +276,6 @@ def round_blocks(
     """Return what is left of `x`: ``decode_blocks(encode_blocks(x))``, with the arguments and errors of the latter."""
     stored = encode_blocks(format, x, rounding, seed=seed, random_bits=random_bits, tensor_amax=tensor_amax)
     return decode_blocks(format, stored)
-
-
-def _ocp_floor(format: BlockFormat, amax_B: Floats32) -> Floats32:
-    exponent_B = np.frexp(amax_B)[1] - 1 - (format.element.emax + format.element_exponent)
-    return _power_of_two(exponent_B, amax_B)
-
-
-def _round_up(format: BlockFormat, amax_B: Floats32) -> Floats32:
-    quotient_B = amax_B / np.float32(format.largest_element)
-    mantissa_B, exponent_B = np.frexp(quotient_B)
-    return _power_of_two(exponent_B - (mantissa_B == 0.5), quotient_B)
-
-
-def _amax(format: BlockFormat, amax_B: Floats32) -> Floats32:
-    return amax_B / np.float32(format.largest_element)
-
-
-#: (format, finite amax of every block) → scale before it is stored, fp32.
-SCALE_RULES: Mapping[str, Callable[[BlockFormat, Floats32], Floats32]] = MappingProxyType(
-    {"amax": _amax, "ocp_floor": _ocp_floor, "round_up": _round_up}
-)
-
-
-def _power_of_two(exponent_B: npt.NDArray[Any], source_B: Floats32) -> Floats32:
-    """Two to the exponent; 0 where the number that the exponent was taken from is 0."""
-    return np.where(source_B == 0, np.float32(0), np.ldexp(np.float32(1), exponent_B.astype(np.int32)))
-
-
-def _tensor_scales(format: BlockFormat, amax: np.float32) -> tuple[np.float32, np.float32]:
-    """Return the tensor scale and the factor that block scales are encoded with, its reciprocal."""
-    if amax == 0:
-        return np.float32(1), np.float32(1)
-    top = np.float32(format.scale.max * format.largest_element)
-    with np.errstate(over="ignore", under="ignore"):
-        return max(amax / top, _SMALLEST_TENSOR_SCALE), min(top / amax, _FLOAT32_MAX)
 
 
 def _checked_amax(tensor_amax: float) -> np.float32:
