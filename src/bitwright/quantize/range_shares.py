@@ -118,12 +118,12 @@ def range_shares(histogram: MagnitudeHistogram, format: str | Format, scale: flo
 
 
 def judge_octave(format: str | Format, exponent: int, scale: float = 1.0) -> Fate:
-    """Return what becomes of an octave: the fate of its middle, ``1.5 * 2**exponent``.
+    """Return what becomes of an octave: the fate of its geometric middle, ``2**(exponent + ½)``.
 
     `scale` is that of `range_shares`.
     """
     record = formats.FORMATS[format] if isinstance(format, str) else format
-    middle = np.array([math.ldexp(1.5, exponent) / scale])
+    middle = np.array([math.ldexp(math.sqrt(2), exponent) / scale])
     if _overflows(record, middle)[0]:
         return "overflow"
     rounded = decode_codes(record, encode_values(record, middle))[0]

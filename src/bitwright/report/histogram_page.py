@@ -7,13 +7,15 @@ lighter where they are subnormal, nothing where they become 0 (left) or are too 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from bitwright import formats
 from bitwright.errors import ReportError
 from bitwright.models.tensor_survey import Survey
-from bitwright.quantize.range_shares import judge_octave
+from bitwright.quantize.range_shares import Fate, judge_octave
 from bitwright.report.page import load_templates
 from bitwright.report.plotting import load_pyplot, plot_style, png_bytes, svg_element
 from bitwright.report.render import raise_if_no_report_extra
@@ -22,6 +24,8 @@ from bitwright.report.whole_file import write_file
 
 _BAR = "#4A7BB7"
 _RANGE = "#F67E4B"
+#: Fate of an octave → how solid its part of a format's bar is; no bar where it is lost.
+_OPACITY: Mapping[Fate, float] = {"normal": 1.0, "subnormal": 0.4}
 _SUFFIXES = (".png", ".html")
 #: Octaves that are shown around those with values, so that a range's end is seen where it is near.
 _MARGIN = 2
@@ -113,19 +117,12 @@ def _draw(plt: Any, survey: Survey, title: str | None, paper: str) -> Any:
             f"zeros, left of every octave: {spell_share(zeros / num)}", (0.01, 0.93), xycoords="axes fraction", size=8.5
         )
     for row, name in enumerate(survey.formats):
-        for exponent in range(low, high):
-            scale = 1 / formats.get(name).max if survey.scaled else 1.0
-            fate = judge_octave(name, exponent, scale)
-            if fate in ("normal", "subnormal"):
-                lower.barh(
-                    row,
-                    1,
-                    left=exponent,
-                    height=0.62,
-                    color=_RANGE,
-                    alpha=1.0 if fate == "normal" else 0.4,
-                    linewidth=0,
-                )
+        scale = 1 / formats.get(name).max if survey.scaled else 1.0
+        fates = {exponent: judge_octave(name, exponent, scale) for exponent in range(low, high)}
+        for fate, octaves in groupby(fates, key=fates.__getitem__):
+            width = len(left := list(octaves))
+            if fate in _OPACITY:
+                lower.barh(row, width, left=left[0], height=0.62, color=_RANGE, alpha=_OPACITY[fate], linewidth=0)
         shares = survey.shares[name]
         _note(lower, row, spell_share(shares.flushed), spell_share(shares.overflow))
     _note(lower, -1, "→ 0", "too large")

@@ -1,0 +1,111 @@
+"""``bitwright formats histogram``: what is printed and written, and that bad input ends in one sentence and exit 2."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from bitwright.cli import main
+
+COMMAND = ("formats", "histogram")
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Magnitudes whose fate is known: 2**-12 is 0 in E4M3, 2**-8 subnormal, 1 normal, 1024 too large."""
+    known = torch.tensor([2.0**-12] * 1 + [2.0**-8] * 2 + [1.0] * 4 + [1024.0] * 1)
+    save_file(
+        {"layer.known": known, "layer.zeros": torch.zeros(8).bfloat16(), "[bold]ids": torch.arange(3)},
+        tmp_path / "a.safetensors",
+    )
+    return tmp_path / "a.safetensors"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main([*COMMAND, *arguments])
+    return code, *capsys.readouterr()
+
+
+def test_shares_and_octaves_of_known_values(capsys, checkpoint: Path) -> None:
+    code, out, err = run(capsys, "a.safetensors", "--formats", "fp8_e4m3,bf16")
+    assert code == 0
+    assert "16 in 2 tensors; 8 zeros" in out
+    assert "1 tensor with no floats of whole bytes: 1 of I64" in out
+    assert re.search(r"^fp8_e4m3 +448 +6\.25 % +12\.5 % +6\.25 % ", out, flags=re.MULTILINE)
+    assert re.search(r"^bf16 +3\.38953e\+38 +0 +0 +0 +exact", out, flags=re.MULTILINE)
+    signs = {
+        row[1]: (row[2], row[3]) for row in re.finditer(r"^ *(2\^-?\d+) .* ([█▒0>]) +([█▒0>])\s*$", out, flags=re.M)
+    }
+    assert signs["2^10"] == (">", "█")
+    assert signs["2^0"] == ("█", "█")
+    assert signs["2^-8"] == ("▒", "█")
+    assert signs["2^-12"] == ("0", "█")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "\x1b" not in out and "read at" in err
+
+
+def test_tensors_are_chosen_and_listed(capsys, checkpoint: Path) -> None:
+    code, out, _ = run(capsys, ".", "--tensor", "layer.k*", "--per-tensor", "--formats", "torch.float8_e4m3fn")
+    assert code == 0
+    assert "8 in 1 tensor;" in out and "layer.zeros" not in out
+    assert re.search(r"^layer\.known +1024 +25\.0\s*$", out, flags=re.MULTILINE)
+
+
+def test_scaled_puts_the_largest_on_the_largest(capsys, checkpoint: Path) -> None:
+    code, out, _ = run(capsys, "a.safetensors", "--scaled", "--formats", "fp8_e4m3")
+    assert code == 0
+    # 1024 → 448: 1 → 0.4375, 2**-8 → 0.0017 (subnormal), 2**-12 → 0.0001 (0).
+    assert re.search(r"^fp8_e4m3 +448 +6\.25 % +12\.5 % +0 ", out, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["plot.png", "plot.html"])
+def test_a_plot_is_written_where_asked(capsys, checkpoint: Path, name: str) -> None:
+    code, out, _ = run(capsys, "a.safetensors", "--out", name)
+    assert code == 0 and f"plot  {name}" in out
+    assert Path(name).stat().st_size > 10_000
+
+
+def test_zeros_alone_are_no_error(capsys, checkpoint: Path) -> None:
+    code, out, _ = run(capsys, "a.safetensors", "--tensor", "layer.zeros")
+    assert code == 0 and "all 8 finite values are 0" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["absent.safetensors"], "absent.safetensors does not exist"),
+        (["empty"], "holds no .safetensors file (it is empty)"),
+        (["short.safetensors"], "is damaged or no safetensors file"),
+        (["nan.safetensors"], "none of the 4 values is finite (4 NaN, 0 Inf)"),
+        (["a.safetensors", "--tensor", "known"], "no tensor is named 'known'"),
+        (["a.safetensors", "--tensor", "[[]bold]ids"], "there is no tensor of floats to look at (1 of I64)"),
+        (["a.safetensors", "--formats", "fp8_e4m4"], "unknown format 'fp8_e4m4'; did you mean 'fp8_e4m3'?"),
+        (["a.safetensors", "--formats", ","], "names no format"),
+        (["a.safetensors", "--formats", "mxfp8_e4m3"], "is a block format"),
+        (["nan.safetensors", "--out", "plot.gif"], "name a file that ends in .png or .html"),
+        (["nan.safetensors", "--out", "no/plot.png"], "which is no folder"),
+        (["nan.safetensors", "--out", "plot.png"], "none of the 4 values is finite"),
+    ],
+    ids=lambda part: " ".join(part) if isinstance(part, list) else "",
+)
+def test_what_cannot_be_shown_is_one_sentence(capsys, checkpoint: Path, arguments: list[str], message: str) -> None:
+    Path("empty").mkdir()
+    Path("short.safetensors").write_bytes(struct.pack("<Q", 1000) + b"{}")
+    save_file({"a": torch.full((4,), torch.nan).bfloat16()}, "nan.safetensors")
+    before = sorted(path.name for path in Path().iterdir())
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert message in " ".join(err.split()) and "Traceback" not in err
+    assert sorted(path.name for path in Path().iterdir()) == before
