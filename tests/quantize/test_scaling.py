@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from bitwright import formats
 from bitwright.errors import SchemeError
+from bitwright.quantize import quantize
 from bitwright.quantize.granularity import TENSOR, group, is_filling, to_groups
 from bitwright.quantize.scaling import MSE_RATIOS, RULES, find_scales
-from bitwright.quantize.scheme import ScaleRule, Scaling
+from bitwright.quantize.scheme import ScaleRule, Scaling, TensorScheme, block_scheme
 
 F32 = np.float32
 F32_MAX = np.finfo(np.float32).max
@@ -283,6 +285,63 @@ def test_nvfp4_zero_tensors_have_the_tensor_scale_one() -> None:
     found = find_scales(torch.zeros(2, 16), "fp4_e2m1", scaling(size=16, scale_format="fp8_e4m3", tensor_scale=True))
     assert found.tensor_scale is not None and found.tensor_scale.item() == 1.0
     assert found.scale.tolist() == [[0.0], [0.0]]
+
+
+# --- block formats ----------------------------------------------------------------------------------------------------
+
+BLOCK_NAMES = [name for name, record in formats.BLOCK_FORMATS.items() if isinstance(record, formats.BlockFormat)]
+
+
+def block_inputs() -> dict[str, np.ndarray]:
+    wide = gaussian(64, 200, seed=3) * np.exp2(np.random.default_rng(4).integers(-120, 110, (64, 25))).repeat(8, axis=1)
+    spoiled = gaussian(8, 96, seed=5)
+    spoiled[1, 3], spoiled[2, 40], spoiled[3, 95], spoiled[4] = math.nan, math.inf, -math.inf, 0
+    return {
+        "gaussian": gaussian(64, 200),
+        "one block": gaussian(3, 5),
+        "every binade": wide.astype(np.float32),
+        "edges": edge_amaxes()[:3040].reshape(-1, 8),
+        "subnormal": (gaussian(8, 64) * 1e-40).astype(np.float32),
+        "near the end of fp32": gaussian(8, 64).clip(-3, 3) * F32(1e38),
+        "spoiled": spoiled,
+    }
+
+
+@pytest.mark.parametrize("x", block_inputs().values(), ids=block_inputs().keys())
+@pytest.mark.parametrize("name", BLOCK_NAMES)
+def test_scales_and_values_of_block_formats_are_those_of_the_reference(name: str, x: np.ndarray) -> None:
+    """Bit for bit, also NaN blocks; the reference is tested against gfloat and ml_dtypes (tests/formats)."""
+    scheme = block_scheme(name)
+    stored = formats.encode(name, x)
+    q = quantize(torch.from_numpy(x), scheme)
+    assert q.scales_NG is not None and scheme.scaling is not None
+    scales = np.ldexp(q.scales_NG.numpy(), -scheme.scaling.element_exponent)
+    assert np.array_equal(scales, formats.decode(scheme.scaling.scale_format, stored.scale_codes), equal_nan=True)
+    if q.tensor_scale is not None:
+        assert q.tensor_scale.item() == stored.tensor_scale
+    assert np.array_equal(q.dequantize().numpy(), formats.round(name, x), equal_nan=True)
+
+
+def test_the_scheme_of_a_block_format_has_its_facts() -> None:
+    for name in BLOCK_NAMES:
+        record = formats.BLOCK_FORMATS[name]
+        assert isinstance(record, formats.BlockFormat)
+        element = formats.FORMATS[block_scheme(name).format]
+        assert (element.bits, element.max, element.min) == (record.element.bits, record.element.max, record.element.min)
+    assert block_scheme("nvfp4") == TensorScheme(
+        format="fp4_e2m1", scaling=scaling(size=16, scale_format="fp8_e4m3", tensor_scale=True)
+    )
+
+
+def test_packed_bytes_are_no_scheme() -> None:
+    packed = next(name for name in formats.block_names() if name not in BLOCK_NAMES)
+    with pytest.raises(SchemeError, match=f"'{packed}' has no elements"):
+        block_scheme(packed)
+
+
+def test_two_levels_of_scales_beyond_fp32_are_refused() -> None:
+    with pytest.raises(SchemeError, match="fp32 scales times fp4_e2m1 codes reach"):
+        TensorScheme(format="fp4_e2m1", scaling=scaling(tensor_scale=True))
 
 
 # --- contradictions ---------------------------------------------------------------------------------------------------

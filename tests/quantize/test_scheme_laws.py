@@ -104,11 +104,22 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def spread_scales(q: QTensor) -> Tensor:
     """The size of one code step at every element, fp32 [N, K]."""
     assert q.scales_NG is not None and q.scheme.scaling is not None
-    columns = q.codes_NK.shape[1]
     effective = q.scales_NG if q.tensor_scale is None else q.scales_NG * q.tensor_scale
-    width = q.scheme.scaling.granularity.group_columns(columns)
-    index = torch.arange(columns) // width
-    return effective[:, index] if effective.shape[1] > 1 else effective.expand(q.codes_NK.shape)
+    height, width = group_shape(q.scheme, *q.codes_NK.shape)
+    rows, columns = (torch.arange(size) // step for size, step in zip(q.codes_NK.shape, (height, width), strict=True))
+    return effective[rows][:, columns]
+
+
+def group_shape(scheme: TensorScheme, rows: int, columns: int) -> tuple[int, int]:
+    """Rows and columns under one scale, by what the scopes mean."""
+    assert scheme.scaling is not None
+    granularity = scheme.scaling.granularity
+    return {
+        "tensor": (rows, columns),
+        "row": (1, columns),
+        "group": (1, granularity.group_size),
+        "block": (granularity.block_rows, granularity.group_size),
+    }[granularity.scope]
 
 
 @ALL
@@ -140,7 +151,7 @@ def test_codes_and_scales_are_numbers_of_their_formats(scheme: TensorScheme, x: 
     codes = q.codes_NK.numpy()
     assert np.array_equal(formats.round(scheme.format, codes), codes)
     assert not (codes[codes == 0] != 0).any()
-    scales = q.scales_NG.numpy()
+    scales = np.ldexp(q.scales_NG.numpy(), -scaling.element_exponent)
     representable = scales == 0 if scaling.scale_format == "e8m0" else np.zeros(scales.shape, dtype=bool)
     assert (representable | (formats.round(scaling.scale_format, scales) == scales)).all()
     if scaling.scale_format == "e8m0":
@@ -158,10 +169,9 @@ def test_shapes_are_those_of_the_granularity(scheme: TensorScheme, x: Callable[[
     rows, columns = values.shape
     q = quantize(values, scheme)
     assert scheme.scaling is not None and q.scales_NG is not None
-    granularity = scheme.scaling.granularity
-    num_groups = 0 if columns == 0 else 1 if granularity.scope == "row" else math.ceil(columns / granularity.group_size)
-    assert q.scales_NG.shape == (rows, num_groups)
-    assert q.scales_NG.numel() == granularity.num_scales(rows, columns)
+    height, width = group_shape(scheme, rows, columns)
+    assert q.scales_NG.shape == (math.ceil(rows / height), math.ceil(columns / width) if columns else 0)
+    assert q.scales_NG.numel() == scheme.scaling.granularity.num_scales(rows, columns)
     assert (q.offsets_NG is None) == (scheme.scaling.symmetry == "symmetric")
     assert (q.tensor_scale is None) == (not scheme.scaling.tensor_scale)
 
@@ -207,7 +217,8 @@ def test_zero_survives_among_other_numbers_unless_a_minimum_shifts_the_grid(sche
 @which(lambda scheme: scheme.scaling is not None and isinstance(formats.get(scheme.format), formats.IntFormat))
 @pytest.mark.parametrize("shape", [(4, 256), (3, 200)])
 def test_errors_are_at_most_half_a_step_where_nothing_saturates(scheme: TensorScheme, shape: tuple[int, int]) -> None:
-    """Integers: half a step, plus what rounding the stored scale and minimum can push the ends outside."""
+    """Integers: half a step, plus what rounding the stored scale and minimum can push the ends outside, or by which
+    amax may exceed the largest code under a floored power of two: less than one step (127 · s < amax < 128 · s)."""
     number = formats.get(scheme.format)
     assert scheme.scaling is not None
     x = gaussian(*shape)
@@ -215,6 +226,7 @@ def test_errors_are_at_most_half_a_step_where_nothing_saturates(scheme: TensorSc
     step = spread_scales(q)
     ends = max(abs(number.min), abs(number.max)) * 2.0**-11 if scheme.scaling.scale_format == "fp16" else 0.0
     slack = {"symmetric": ends, "zero_point": 0.5 + ends, "minimum": 2 * ends + 0.05}[scheme.scaling.symmetry]
+    slack += 0.5 if scheme.scaling.rule == "ocp_floor" else 0.0
     assert ((q.dequantize() - x).abs() <= step * (0.5 + slack + 1e-5)).all()
 
 
@@ -226,21 +238,29 @@ def test_a_non_finite_number_is_seen_and_spoils_its_own_group_only(scheme: Tenso
     x[1, 5] = bad
     values = fake_quantize(x, scheme)
     assert not torch.isfinite(values[1, 5])
-    width = scheme.scaling.granularity.group_columns(256)
-    outside = torch.ones(3, 256, dtype=torch.bool)
-    outside[1, :width] = False
-    assert torch.isfinite(values[outside]).all()
+    assert torch.isfinite(values[outside_group(scheme, 3, 256, 1, 5)]).all()
+
+
+def outside_group(scheme: TensorScheme, rows: int, columns: int, row: int, column: int) -> Tensor:
+    """Which elements of a matrix have another scale than the one at [row, column]: bool [rows, columns]."""
+    height, width = group_shape(scheme, rows, columns)
+    same_rows, same_columns = (
+        torch.arange(rows) // height == row // height,
+        torch.arange(columns) // width == column // width,
+    )
+    return ~(same_rows.unsqueeze(1) & same_columns)
 
 
 @SCALED
 def test_a_group_of_nan_stays_nan(scheme: TensorScheme) -> None:
     assert scheme.scaling is not None
-    x = gaussian(2, 256)
-    width = scheme.scaling.granularity.group_columns(256)
-    x[0, :width] = math.nan
+    rows = group_shape(scheme, 1, 256)[0] + 1
+    x = gaussian(rows, 256)
+    outside = outside_group(scheme, rows, 256, 0, 0)
+    x[~outside] = math.nan
     values = fake_quantize(x, scheme)
-    assert values[0, :width].isnan().all()
-    assert torch.isfinite(values[1]).all()
+    assert values[~outside].isnan().all()
+    assert torch.isfinite(values[outside]).all() and outside[-1].all()
 
 
 @SCALED
@@ -261,10 +281,7 @@ def test_one_outlier_costs_its_own_group_only(scheme: TensorScheme) -> None:
     """Save where a scale of the whole tensor exists, which the outlier raises: every block scale loses resolution."""
     assert scheme.scaling is not None
     calm, spoiled = gaussian(4, 256), one_outlier()
-    width = scheme.scaling.granularity.group_columns(256)
-    group = 77 // width
-    untouched = torch.ones(4, 256, dtype=torch.bool)
-    untouched[1, group * width : (group + 1) * width] = False
+    untouched = outside_group(scheme, 4, 256, 1, 77)
     assert torch.equal(fake_quantize(spoiled, scheme)[untouched], fake_quantize(calm, scheme)[untouched])
     assert fake_quantize(spoiled, scheme)[1, 77] == pytest.approx(1000.0, rel=0.25)  # floor scales clip up to 25 %
 
@@ -273,7 +290,8 @@ def test_one_outlier_costs_its_own_group_only(scheme: TensorScheme) -> None:
 def test_leading_dimensions_are_rows(scheme: TensorScheme) -> None:
     x = gaussian(6, 96).reshape(2, 3, 96)
     assert same_bits(fake_quantize(x, scheme), fake_quantize(x.reshape(6, 96), scheme).reshape(2, 3, 96))
-    if scheme.scaling is None or not scheme.scaling.tensor_scale:
+    shares_rows = scheme.scaling is not None and group_shape(scheme, 6, 96)[0] > 1
+    if scheme.scaling is None or not (scheme.scaling.tensor_scale or shares_rows):
         assert same_bits(fake_quantize(x[0, 0], scheme), fake_quantize(x, scheme)[0, 0])
 
 
@@ -311,7 +329,8 @@ def test_every_rounding_gives_storable_codes(rounding: Rounding, weights: Tensor
         assert same_bits(q.dequantize(), fake_quantize(w, weights))
         return
     assert q.scales_NG is not None
-    assert np.array_equal(formats.round(weights.scaling.scale_format, q.scales_NG.numpy()), q.scales_NG.numpy())
+    scales = np.ldexp(q.scales_NG.numpy(), -weights.scaling.element_exponent)
+    assert np.array_equal(formats.round(weights.scaling.scale_format, scales), scales)
     assert q.codes_NK.shape == w.shape
     rtn = quantize(w, weights).dequantize()
     assert (q.dequantize() - w).norm() <= 2 * (rtn - w).norm()
@@ -337,6 +356,9 @@ def test_every_rounding_gives_storable_codes(rounding: Rounding, weights: Tensor
         ("mxfp4", 10, 576, 10 * 576 * 17 // 32),  # 4.25 bits
         ("nvfp4", 10, 576, 10 * 576 * 9 // 16 + 4),  # 4.5 bits and the tensor's scale
         ("mxfp4", 1, 33, 17 + 2),
+        ("mxfp6", 10, 576, 10 * (576 * 6 // 8 + 18)),  # 6.25 bits
+        ("mxint8", 10, 576, 10 * (576 + 18)),
+        ("bfp8", 10, 576, 10 * (576 + 72)),  # 9 bits
     ],
 )
 def test_stored_bytes_by_closed_form(scheme: str, rows: int, columns: int, expected_bytes: int) -> None:
@@ -362,6 +384,7 @@ def test_stored_bytes_count_what_a_qtensor_holds(scheme: TensorScheme, shape: tu
 
 def test_the_catalog_holds_the_promised_names() -> None:
     promised = "fp32 fp16 bf16 int8_w int3_g64 fp8_w fp6_w fp8 int8 mxfp8 mxfp4 nvfp4 as_loaded".split()
+    promised += "mxfp6 mxint8 bfp8".split()
     promised += [f"int4_g{size}{kind}" for size in (128, 64, 32) for kind in ("", "_zp", "_min")]
     assert set(promised) <= set(SCHEMES)
     assert {"rtn", "clip"} <= set(ROUNDINGS)

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from bitwright import formats
 from bitwright.errors import SchemeError
-from bitwright.quantize.backends.torch import round_to_format
+from bitwright.quantize.backends.torch_rounding import round_to_format
 from bitwright.quantize.scaling import exact_power_of_two, floor_log2, quotient
 
 AmaxChoice = Literal["max", "most_recent"]
@@ -75,7 +75,7 @@ class DelayedScaling:
             )
         if amax_choice not in ("max", "most_recent"):
             raise SchemeError(f"amax_choice is {amax_choice!r}; use 'max' or 'most_recent'")
-        self.number = formats.get(format_name)
+        self.number = formats.FORMATS[format_name]
         self.amax_choice = amax_choice
         self.margin = margin
         self.reduce_amax = reduce_amax
@@ -143,7 +143,7 @@ def current_inv_scale(amax: Tensor, format_name: str, *, epsilon: float = 0.0, i
         is_power_of_two: clear the quotient's fraction bits, so that scaling is exact.
     """
     floored = torch.where(amax < epsilon, epsilon, amax)
-    inv_scale = quotient(float(formats.get(format_name).max), floored).clamp(max=_LARGEST_FP32)
+    inv_scale = quotient(float(formats.FORMATS[format_name].max), floored).clamp(max=_LARGEST_FP32)
     if is_power_of_two:
         inv_scale = exact_power_of_two(floor_log2(inv_scale))
     return torch.where((floored > 0) & torch.isfinite(floored), inv_scale, 1.0)
@@ -154,6 +154,6 @@ def power_of_two_inv_scale(amax: Tensor, old_inv_scale: Tensor, format_name: str
 
     The exponent is held within −126 to 127, where the scale and its inverse are both fp32 numbers of full precision.
     """
-    exponent = floor_log2(quotient(float(formats.get(format_name).max), amax).clamp(max=_LARGEST_FP32)) - margin
+    exponent = floor_log2(quotient(float(formats.FORMATS[format_name].max), amax).clamp(max=_LARGEST_FP32)) - margin
     inv_scale = exact_power_of_two(exponent.clamp(-126, 127))
     return torch.where((amax > 0) & torch.isfinite(amax), inv_scale, old_inv_scale)

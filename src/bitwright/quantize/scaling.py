@@ -15,8 +15,8 @@ value and its exponent:
 
 Under ocp_floor a group saturates when amax lies in (max, 2^(emax+1)) · 2^k, which is 448 to 512 for E4M3. round_up and
 power_of_two with margin 0 are one and the same number, the smallest power of two under which amax does not saturate
-(wherever amax / max is a normal fp32 number); ocp_floor is half of it for those amaxes, and equal for all others. Powers
-of two are exact in fp32 and in E8M0, which clamps them to 2^−127 … 2^127. A stored scale s multiplies codes by
+(wherever amax / max is a normal fp32 number); ocp_floor is half of it for those amaxes, and equal for all others.
+Powers of two are exact in fp32 and in E8M0, which clamps them to 2^−127 … 2^127. A stored scale s multiplies codes by
 s · 2^element_exponent; max and emax above are then those of code · 2^element_exponent.
 
 Two levels (NVFP4, as in Transformer Engine; 448 · 6 = 2688) measure each group in units of a tensor scale, in this
@@ -181,14 +181,14 @@ def find_scales(
             them out; None where there are none, or where the rule looks at amax alone.
 
     Returns:
-        Scales with shapes [..., 1]. NaN or Inf in a group gives that group a non-finite scale, and so non-finite
-        values; other groups are none the worse.
+        Scales with shapes [..., 1]. NaN or Inf in a group gives that group the scale NaN (without symmetry, a scale
+        that is not finite), and so values that are not finite; other groups are none the worse.
     """
     if scaling.symmetry != "symmetric":
         return _asymmetric(grouped, format_name, scaling, shrink)
     if grouped.shape[-1] == 0:
         grouped = grouped.new_zeros(*grouped.shape[:-1], 1)  # one scale per tensor, of a tensor without elements
-    number = formats.get(format_name)
+    number = formats.FORMATS[format_name]
     peak = grouped.abs().amax(-1, keepdim=True)
     groups = Groups(values=grouped, amax=peak * shrink, shrink=shrink, number=number, scaling=scaling, filling=filling)
     tensor_scale = None
@@ -196,7 +196,8 @@ def find_scales(
         tensor_scale, inv_tensor_scale = _tensor_scales(peak, groups)
         groups = replace(groups, tensor_scale=tensor_scale, inv_tensor_scale=inv_tensor_scale)
     scale = groups.stored(RULES[scaling.rule](groups))
-    return Scales(scale=torch.where(torch.isfinite(peak), scale, peak), offset=None, tensor_scale=tensor_scale)
+    scale = torch.where(torch.isfinite(peak), scale, torch.nan)
+    return Scales(scale=scale, offset=None, tensor_scale=tensor_scale)
 
 
 def full_range_scales(grouped: Tensor, format_name: str, scaling: Scaling, shrink: float) -> Scales:
@@ -210,7 +211,7 @@ def full_range_scales(grouped: Tensor, format_name: str, scaling: Scaling, shrin
     """
     low, high = torch.aminmax(grouped, dim=-1, keepdim=True)
     extreme = torch.where(high > -low, high, low)
-    scale = _store(extreme * (shrink / float(formats.get(format_name).min)), scaling.scale_format)
+    scale = _store(extreme * (shrink / float(formats.FORMATS[format_name].min)), scaling.scale_format)
     return Scales(scale=scale, offset=None, tensor_scale=None)
 
 
@@ -236,7 +237,7 @@ def _tensor_scales(peak: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """The tensor scale and its inverse, from the groups that are finite: 0-d."""
     finite = torch.where(torch.isfinite(peak), peak, torch.zeros_like(peak))
     tensor_peak = finite.amax() if finite.numel() else finite.new_zeros(())
-    limit = float(formats.get(groups.scaling.scale_format).max) * groups.largest
+    limit = float(formats.FORMATS[groups.scaling.scale_format].max) * groups.largest
     is_zero = tensor_peak == 0
     tensor_scale = torch.where(is_zero, 1.0, (tensor_peak / limit).clamp(min=2.0**-128))
     return tensor_scale, torch.where(is_zero, 1.0, quotient(limit, tensor_peak).clamp(max=_LARGEST_FP32))
@@ -275,7 +276,7 @@ def _zero_where(is_zero: Tensor, scale: Tensor) -> Tensor:
 
 
 def _asymmetric(grouped: Tensor, format_name: str, scaling: Scaling, shrink: float | Tensor) -> Scales:
-    number = formats.get(format_name)
+    number = formats.FORMATS[format_name]
     num_steps = float(number.max) - float(number.min)
     low, high = torch.aminmax(grouped, dim=-1, keepdim=True)
     if scaling.symmetry == "zero_point":
@@ -293,4 +294,4 @@ def _asymmetric(grouped: Tensor, format_name: str, scaling: Scaling, shrink: flo
 
 def _store(scale: Tensor, scale_format: str) -> Tensor:
     """Round to the stored format. A finite scale saturates; that of a non-finite group stays, lest it be hidden."""
-    return torch.where(torch.isfinite(scale), round_to_format(scale, formats.get(scale_format)), scale)
+    return torch.where(torch.isfinite(scale), round_to_format(scale, formats.FORMATS[scale_format]), scale)

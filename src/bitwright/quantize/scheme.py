@@ -16,8 +16,9 @@ from typing import Literal, get_args
 
 from bitwright import formats
 from bitwright.errors import SchemeError
+from bitwright.formats import BlockFormat
 from bitwright.hardware.memory import weight_bytes
-from bitwright.quantize.granularity import Granularity
+from bitwright.quantize.granularity import Granularity, group
 
 #: How a group's numbers become a scale; `scaling.py` has the formulas and where each comes from.
 ScaleRule = Literal["amax", "percentile", "mse", "ocp_floor", "round_up", "power_of_two"]
@@ -82,20 +83,20 @@ class TensorScheme:
     def __post_init__(self) -> None:
         if self.scaling is None or not self.scaling.tensor_scale:
             return
-        largest = float(formats.get(self.scaling.scale_format).max) * float(formats.get(self.format).max)
-        if largest > float(formats.get("fp32").max):
+        largest = float(formats.FORMATS[self.scaling.scale_format].max) * float(formats.FORMATS[self.format].max)
+        if largest > float(formats.FORMATS["fp32"].max):
             raise SchemeError(
-                f"{self.scaling.scale_format} scales times {self.format} codes reach {largest:.3g}, beyond fp32, and no "
+                f"{self.scaling.scale_format} scales times {self.format} codes reach {largest:.3g}, beyond fp32, so no "
                 "tensor scale brings a tensor to that range; store scales in a format of short range, or use one level"
             )
 
     def stored_bytes(self, rows: int, columns: int) -> int:
         """Bytes that a [rows, columns] tensor occupies: codes, scales and offsets."""
-        code_bits = formats.get(self.format).bits
+        code_bits = formats.FORMATS[self.format].bits
         scaling = self.scaling
         if scaling is None:
             return weight_bytes(out_features=rows, in_features=columns, code_bits=code_bits)
-        scale_bits = formats.get(scaling.scale_format).bits
+        scale_bits = formats.FORMATS[scaling.scale_format].bits
         offset_bits = {"symmetric": 0, "zero_point": code_bits, "minimum": scale_bits}[scaling.symmetry]
         per_tensor = scaling.granularity.scope == "tensor"
         return weight_bytes(
@@ -112,13 +113,38 @@ class TensorScheme:
     @property
     def nominal_bits(self) -> int:
         """Bits of one code, scales left out (what peers call the bit width)."""
-        return formats.get(self.format).bits
+        return formats.FORMATS[self.format].bits
 
     def __str__(self) -> str:
         if self.scaling is None:
             return self.format
         extra = "" if self.scaling.symmetry == "symmetric" else f", {self.scaling.symmetry}"
         return f"{self.format} per {self.scaling.granularity}, {self.scaling.scale_format} scales{extra}"
+
+
+def block_scheme(name: str) -> TensorScheme:
+    """The scheme that a block format is: its elements, block size, scales and rule, from its one record.
+
+    Args:
+        name: canonical name of a block format whose elements are a number format (MX, NVFP4, block floating point).
+
+    Raises:
+        SchemeError: the format is packed bytes without such elements (GGUF).
+        UnknownName: no block format has that name.
+    """
+    record = formats.BLOCK_FORMATS[name]
+    if not isinstance(record, BlockFormat):
+        raise SchemeError(f"block format '{name}' has no elements of a number format; use one of MX, NVFP4 or BFP")
+    return TensorScheme(
+        format=record.element.name,
+        scaling=Scaling(
+            granularity=group(record.block_size),
+            scale_format=record.scale.name,
+            rule=record.scale_rule,
+            tensor_scale=record.tensor_scale,
+            element_exponent=record.element_exponent,
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,38 +1,30 @@
-"""Block formats of the tensor cores: OCP MX (32 numbers, power-of-two scales) and NVFP4 (16 numbers, E4M3 scales)."""
+"""Blocks that share a scale: OCP MX (32 numbers, power-of-two scales), NVFP4 (16 numbers, E4M3 scales), block floats.
 
-from bitwright.quantize.granularity import group
-from bitwright.quantize.scheme import Scaling, Scheme, TensorScheme
+What a block is stands in the record of its format (`formats/block_definitions`); here it is put to weights and inputs.
+"""
 
-_MX = Scaling(granularity=group(32), scale_format="e8m0", rule="ocp_floor")
-_MXFP8 = TensorScheme(format="fp8_e4m3", scaling=_MX)
-_MXFP4 = TensorScheme(format="fp4_e2m1", scaling=_MX)
-_NVFP4 = TensorScheme(
-    format="fp4_e2m1", scaling=Scaling(granularity=group(16), scale_format="fp8_e4m3", tensor_scale=True)
-)
+from bitwright import formats
+from bitwright.quantize.scheme import Scheme, block_scheme
+
+
+def _blocks(name: str, description: str) -> Scheme:
+    """Weights and activations alike in the block format of that name."""
+    tensor = block_scheme(name)
+    return Scheme(
+        name=name,
+        description=description,
+        source=formats.BLOCK_FORMATS[name].source,
+        weights=tensor,
+        activations=tensor,
+        in_default_search=False,
+    )
+
 
 SCHEMES = (
-    Scheme(
-        name="mxfp8",
-        description="E4M3 weights and activations in blocks of 32 with power-of-two scales",
-        source="OCP Microscaling Formats (MX) v1.0, table 1 and section 6.3",
-        weights=_MXFP8,
-        activations=_MXFP8,
-        in_default_search=False,
-    ),
-    Scheme(
-        name="mxfp4",
-        description="E2M1 weights and activations in blocks of 32 with power-of-two scales",
-        source="OCP Microscaling Formats (MX) v1.0, table 1 and section 6.3",
-        weights=_MXFP4,
-        activations=_MXFP4,
-        in_default_search=False,
-    ),
-    Scheme(
-        name="nvfp4",
-        description="E2M1 weights and activations in blocks of 16, E4M3 block scales and one fp32 tensor scale",
-        source="NVIDIA Transformer Engine, NVFP4 block scaling (scales 448 · 6 / amax)",
-        weights=_NVFP4,
-        activations=_NVFP4,
-        in_default_search=False,
-    ),
+    _blocks("mxfp8", "E4M3 weights and activations in blocks of 32 with power-of-two scales"),
+    _blocks("mxfp6", "E3M2 weights and activations in blocks of 32 with power-of-two scales"),
+    _blocks("mxfp4", "E2M1 weights and activations in blocks of 32 with power-of-two scales"),
+    _blocks("mxint8", "8-bit integer weights and activations in blocks of 32 with power-of-two scales"),
+    _blocks("nvfp4", "E2M1 weights and activations in blocks of 16, E4M3 block scales and one fp32 tensor scale"),
+    _blocks("bfp8", "block floating point: 8 weights or activations of 8 bits share one 8-bit exponent"),
 )
