@@ -42,6 +42,8 @@ NUM_BINS = 1 << 15
 NUM_FINITE_BINS = 0x7F80
 #: Bytes that one thread counts at a time.
 _PIECE_BYTES = 8 << 20
+#: Codes of at most 16 bits are turned into float32 where going through all 65,536 counts would take longer.
+_FEW = 1 << 15
 #: Threads beyond this wait for memory, not for each other.
 _MAX_THREADS = 8
 
@@ -280,6 +282,7 @@ def _flat_codes(x: Any, format: str | None) -> tuple[npt.NDArray[Any], str]:
     return np.require(array.ravel(order="K"), requirements=["A", "C"]), format
 
 
+@cache
 def _format_of(dtype: str) -> str:
     try:
         return formats.resolve(dtype)
@@ -314,6 +317,8 @@ def _counter(dtype: np.dtype[Any], format: str) -> Callable[[npt.NDArray[Any]], 
         )
 
     def count_codes(codes: npt.NDArray[Any]) -> TensorStatistics:
+        if codes.size <= _FEW and formats.FORMATS[format].bits == 8 * codes.itemsize:
+            return count_values(_fp32_table(format)[codes])
         return _from_code_counts(_count_by_code(codes, kernels.count_codes), format)
 
     return count_values if dtype.kind == "f" else count_codes
@@ -397,8 +402,13 @@ def _num_leading(used: int, width: int) -> int:
 @cache
 def _code_table(format: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint32]]:
     """Return (value, fp32 magnitude word) of every code."""
-    values = formats.table(format)
-    return values, np.abs(values).astype(np.float32).view(np.uint32)
+    return formats.table(format), np.abs(_fp32_table(format)).view(np.uint32)
+
+
+@cache
+def _fp32_table(format: str) -> npt.NDArray[np.float32]:
+    """Return the value of every code."""
+    return formats.table(format).astype(np.float32)
 
 
 @cache

@@ -166,7 +166,14 @@ def _readonly(kind: Any) -> Any:
 @cache
 def _compiled(function: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
     arguments = (*(_readonly(kind) for kind in inputs), numba.uint32[::1])
-    kernel: Callable[..., Any] = numba.njit(arguments, nogil=True, cache=True)(function)
+    kernel: Callable[..., Any]
+    try:
+        kernel = numba.njit(arguments, nogil=True, cache=True)(function)
+    except RuntimeError as error:
+        if "cannot cache" not in str(error):
+            raise
+        # No folder for the cache can be written to: compiled for this process alone.
+        kernel = numba.njit(arguments, nogil=True)(function)
     return kernel
 
 
