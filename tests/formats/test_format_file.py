@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import ml_dtypes
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from bitwright import formats
+from bitwright.catalog import Catalog
 from bitwright.errors import BitwrightError, FormatError
 from bitwright.formats import CodebookFormat, FloatFormat, IntFormat
 from bitwright.formats.decode import decode_codes
@@ -44,12 +44,11 @@ source = "a test"
 
 
 @pytest.fixture
-def catalog_is_restored() -> Iterator[None]:
-    before = set(formats.names())
-    yield
-    for name in set(formats.names()) - before:
-        del formats.FORMATS._records[name]
-        del formats.FORMATS._origins[name]
+def own_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A catalog for one test, since what is added stays until the process ends."""
+    fields = ("kind", "package", "attribute", "record_type")
+    catalog = Catalog(**{field: getattr(formats.FORMATS, field) for field in fields})
+    monkeypatch.setattr(formats, "FORMATS", catalog)
 
 
 def written(folder: Path, text: str) -> Path:
@@ -58,7 +57,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_the_example_of_the_docs_is_read_and_used(catalog_is_restored: None) -> None:
+def test_the_example_of_the_docs_is_read_and_used(own_catalog: None) -> None:
     e3m4, int10, powers = formats.read_format_file(EXAMPLE)
     assert isinstance(e3m4, FloatFormat) and isinstance(int10, IntFormat) and isinstance(powers, CodebookFormat)
     assert (e3m4.bits, e3m4.max, e3m4.has_nan, int10.min, powers.max) == (8, 31, False, -512, 1)
@@ -138,7 +137,7 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         formats.read_format_file(tmp_path / "binary.toml")
 
 
-def test_a_taken_name_or_alias_is_refused(tmp_path: Path, catalog_is_restored: None) -> None:
+def test_a_taken_name_or_alias_is_refused(tmp_path: Path, own_catalog: None) -> None:
     def read(name: str, more: str = "") -> formats.Format:
         return formats.read_format_file(written(tmp_path, INTEGER.replace("mine", name) + more))[0]
 
