@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from bitwright import formats
 from bitwright.cli import main
 
 COMMAND = ("formats", "histogram")
@@ -75,6 +76,18 @@ def test_a_plot_is_written_where_asked(capsys, checkpoint: Path, name: str) -> N
     code, out, _ = run(capsys, "a.safetensors", "--out", name)
     assert code == 0 and f"plot  {name}" in out
     assert Path(name).stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("more", [[], ["--scaled"]])
+def test_every_format_and_long_names_fit_80_columns(capsys, tmp_path: Path, more: list[str]) -> None:
+    name = "model.language_model.layers.27.block_sparse_moe.experts.127.down_proj.weight"
+    wide = torch.tensor([1e300, 1e-300, 0.1, torch.inf], dtype=torch.float64)
+    save_file({name: wide, "nan": torch.full((2,), torch.nan)}, tmp_path / "a.safetensors")
+    code, out, _ = run(capsys, "a.safetensors", "--formats", ",".join(formats.names()), "--per-tensor", *more)
+    assert code == 0 and max(map(len, out.splitlines())) <= 80
+    assert "all NaN" in out and "…" not in out
+    for name in formats.names():
+        assert re.search(rf"^{name} +[0-9]", out, flags=re.MULTILINE), name
 
 
 def test_zeros_alone_are_no_error(capsys, checkpoint: Path) -> None:

@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from bitwright.errors import BitwrightError, FormatError
-from bitwright.quantize.statistics import (
-    NUM_BINS,
-    NUM_FINITE_BINS,
-    TensorStatistics,
-    bin_edges,
-    empty_statistics,
-    measure_statistics,
-)
+from bitwright.quantize.magnitude_histogram import NUM_BINS, NUM_FINITE_BINS, bin_edges
+from bitwright.quantize.statistics import TensorStatistics, empty_statistics, measure_statistics
 
 NARROW = [ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz]
 ALL = [np.float32, np.float64, *NARROW]

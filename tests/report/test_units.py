@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from bitwright.plan import Limit
 from bitwright.report.units import (
     spell_bytes,
+    spell_decibels,
     spell_excess,
     spell_limit_value,
     spell_number,
     spell_percent,
     spell_seconds,
+    spell_share,
 )
 
 
@@ -43,6 +47,8 @@ def test_bytes(num_bytes: int, text: str):
         (19.714, "19.7"),
         (123456.0, "123456"),
         (4.2e7, "4.20e7"),
+        (math.inf, "∞"),
+        (math.nan, "–"),
     ],
 )
 def test_numbers(value: float | None, text: str):
@@ -59,3 +65,13 @@ def test_percent_seconds_and_limits():
     assert spell_excess(Limit(name="max_memory_bytes", limit=1024, value=34202, status="missed")) == "3,240 % over"
     assert spell_excess(Limit(name="max_kl", limit=0.02, value=0.01, status="measured")) == "50 % under"
     assert spell_excess(Limit(name="max_kl", limit=0.02, value=0.02, status="measured")) == "at the limit"
+
+
+def test_shares_and_decibels():
+    assert [spell_share(ratio) for ratio in (0, 1e-9, 0.0114, 1)] == ["0", "< 0.01 %", "1.14 %", "100.0 %"]
+    assert [spell_decibels(value) for value in (25.55, -3.2, math.inf, math.nan)] == [
+        "25.6 dB",
+        "−3.2 dB",
+        "exact",
+        "–",
+    ]

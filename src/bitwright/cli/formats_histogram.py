@@ -7,7 +7,7 @@ format makes of it, so that the picture is read without colour.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +33,9 @@ _MAX_ROWS = 40
 _SIGNS: Mapping[Fate, str] = {"normal": "█", "subnormal": "▒", "zero": "0", "overflow": ">"}
 _STYLES: Mapping[Fate, str] = {"normal": "green", "subnormal": "yellow", "zero": "red", "overflow": "bold red"}
 _LEGEND = "█ full precision   ▒ subnormal   0 rounds to 0   > too large"
+_MIN_BAR, _MAX_BAR = 8, 40
+#: Characters that a tensor's name takes before it is folded.
+_NAME_WIDTH = 28
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _MIB = 1 << 20
 
@@ -150,39 +153,71 @@ def _count(number: int, what: str) -> str:
 
 
 def _print_octaves(console: Console, survey: Survey) -> None:
-    """One row per octave (or several together), the widest first, then zeros."""
-    num = survey.statistics.num_finite
+    """One row per octave (or several together), the widest first; formats that find no room follow in a table more."""
     if not survey.octaves:
+        num = survey.statistics.num_finite
         console.print(Text(f"all {num:,} finite values are 0, which every format here with a zero keeps"))
         return
-    width = max(1, -(-(max(survey.octaves) - min(survey.octaves) + 1) // _MAX_ROWS))
-    groups: dict[int, int] = {}
-    for exponent, count in survey.octaves.items():
-        groups[exponent // width] = groups.get(exponent // width, 0) + count
-    heads = ["\n".join(name.split("_", 1)) if "_" in name else name for name in survey.formats]
+    width = -(-(max(survey.octaves) - min(survey.octaves) + 1) // _MAX_ROWS)
     title = "× largest" if survey.scaled else "from"
     # Two columns of space after each column: its own padding and the table's.
-    taken = sum(max(map(len, head.split("\n"))) + 2 for head in heads) + max(len(title), 6) + 2 + 8 + 2 + 2
-    room = max(8, min(40, console.width - taken))
-    largest = max(groups.values())
+    room = console.width - max(len(title), 6) - len("< 0.01 %") - 6
+    tables = _split(survey.formats, room - _MIN_BAR)
+    bar = max(_MIN_BAR, min(_MAX_BAR, room - max(sum(map(_column_width, names)) for names in tables)))
+    for names in tables:
+        _print_octave_table(console, survey, names, title, width, bar)
+        if names is not tables[-1]:
+            console.print()
+    per_row = "" if width == 1 else f"; {width} octaves a row"
+    console.print(Text(f"{_LEGEND}{per_row}", style="dim"))
+
+
+def _print_octave_table(
+    console: Console, survey: Survey, names: Sequence[str], title: str, width: int, bar: int
+) -> None:
+    counts: dict[int, int] = {}
+    for exponent, count in survey.octaves.items():
+        counts[exponent // width] = counts.get(exponent // width, 0) + count
+    largest, num = max(counts.values()), survey.statistics.num_finite
     table = new_table((title, True), ("share", True), ("", False))
     table.columns[2].no_wrap = True
-    for head in heads:
-        table.add_column(Text(head), justify="center", no_wrap=True)
-    for group in range(max(groups), min(groups) - 1, -1):
-        count = groups.get(group, 0)
-        # A group of several octaves is judged by its middle one.
+    for name in names:
+        table.add_column(Text(_head(name)), justify="center", no_wrap=True)
+    for group in range(max(counts), min(counts) - 1, -1):
+        count = counts.get(group, 0)
+        # Several octaves are judged by their middle one.
         exponent = group * width + (width - 1) // 2
-        fates = [judge_octave(name, exponent, _unit_scale(name, survey.scaled)) for name in survey.formats]
+        fates = [judge_octave(name, exponent, _unit_scale(name, survey.scaled)) for name in names]
         table.add_row(
             f"2^{group * width}",
             spell_share(count / num),
-            Text(_bar(count / largest, room), style="cyan"),
+            Text(_bar(count / largest, bar), style="cyan"),
             *(Text(_SIGNS[fate], style=_STYLES[fate]) for fate in fates),
         )
     console.print(table)
-    per_row = "" if width == 1 else f"; {width} octaves a row"
-    console.print(Text(f"{_LEGEND}{per_row}", style="dim"))
+
+
+def _split(names: Sequence[str], room: int, narrowest: int = 0) -> list[list[str]]:
+    """Divide formats over as many tables as it takes for their columns to fit."""
+    tables: list[list[str]] = [[]]
+    taken = 0
+    for name in names:
+        column = max(_column_width(name), narrowest + 2)
+        if tables[-1] and taken + column > room:
+            tables.append([])
+            taken = 0
+        tables[-1].append(name)
+        taken += column
+    return tables
+
+
+def _column_width(name: str) -> int:
+    return max(map(len, _head(name).split("\n"))) + 2
+
+
+def _head(name: str) -> str:
+    """A format's name on two lines."""
+    return "\n".join(name.split("_", 1))
 
 
 def _unit_scale(name: str, scaled: bool) -> float:
@@ -223,17 +258,18 @@ def _print_shares(console: Console, survey: Survey) -> None:
 
 
 def _print_tensors(console: Console, survey: Survey) -> None:
-    table = new_table(
-        ("tensor", False), ("largest", True), *(("\n".join(name.split("_", 1)), True) for name in survey.formats)
-    )
-    table.columns[0].no_wrap = False
-    for row in survey.rows:
-        table.add_row(
-            Text(_printable(row.name)),
-            "all NaN" if row.num and row.num == row.num_nan else spell_number(row.amax),
-            *(spell_share(shares.flushed + shares.overflow).removesuffix(" %") for shares in row.shares.values()),
-        )
-    console.print(table)
+    longest = max(len(_printable(row.name)) for row in survey.rows)
+    for names in _split(survey.formats, console.width - min(longest, _NAME_WIDTH) - 11, len("< 0.01")):
+        table = new_table(("tensor", False), ("largest", True), *((_head(name), True) for name in names))
+        table.columns[0].no_wrap = False
+        for row in survey.rows:
+            lost = [row.shares[name].flushed + row.shares[name].overflow for name in names]
+            table.add_row(
+                Text(_printable(row.name)),
+                "all NaN" if row.num and row.num == row.num_nan else spell_number(row.amax),
+                *(spell_share(share).removesuffix(" %") for share in lost),
+            )
+        console.print(table)
     console.print(Text("under each format: % of the tensor's values that become 0 or are too large", style="dim"))
 
 

@@ -11,6 +11,8 @@ that its values can have, or by 8 spread points when there are more:
 `scale` is what codes are multiplied by to give values back, so that ``x / scale`` is what is rounded. A bin of fp16
 values is exact in its points but not in how many values each had: its 8 points weigh the same.
 
+float64 values outside float32's range lie in its first and last bin, and are judged as if they were inside.
+
 The sign is not looked at: an unsigned format is judged by the magnitudes it holds. Overflow is what rounds beyond the
 largest value, whatever a rule then makes of it (Inf, NaN, the largest value).
 """
@@ -29,7 +31,7 @@ from bitwright.errors import FormatError
 from bitwright.formats.decode import decode_codes
 from bitwright.formats.encode import encode_values
 from bitwright.formats.types import FloatFormat, Format, IntFormat
-from bitwright.quantize.statistics import MagnitudeHistogram
+from bitwright.quantize.magnitude_histogram import MagnitudeHistogram
 
 #: What can become of a value other than zero.
 Fate = Literal["zero", "subnormal", "normal", "overflow"]
@@ -61,10 +63,13 @@ class RangeShares:
 
     @property
     def sqnr_db(self) -> float:
-        """Signal to quantisation noise in dB; inf without noise, NaN without a signal."""
+        """Signal to quantisation noise in dB; inf without noise, NaN without a signal, −inf where the noise overflows."""
         if not self.signal:
             return math.nan
-        return 10 * math.log10(self.signal / self.noise) if self.noise else math.inf
+        if not self.noise:
+            return math.inf
+        ratio = self.signal / self.noise
+        return 10 * math.log10(ratio) if ratio else -math.inf
 
     def __add__(self, other: RangeShares) -> RangeShares:
         """Return the shares of both tensors together."""
@@ -93,7 +98,8 @@ def range_shares(histogram: MagnitudeHistogram, format: str | Format, scale: flo
     record = formats.FORMATS[format] if isinstance(format, str) else format
     counts = histogram.nonzero_counts()
     (filled,) = np.nonzero(counts)
-    points = np.minimum(_points_of_bins(filled, histogram.extra_bits), histogram.amax) / scale
+    magnitudes = np.minimum(_points_of_bins(filled, histogram.extra_bits), histogram.amax)
+    points = magnitudes / scale
     weights = np.broadcast_to(counts[filled, None] / points.shape[1], points.shape)
     rounded = decode_codes(record, encode_values(record, points))
     overflows = _overflows(record, points)
@@ -102,9 +108,8 @@ def range_shares(histogram: MagnitudeHistogram, format: str | Format, scale: flo
     num = histogram.num_finite
     lost, small, beyond = (float(weights[mask].sum()) / max(num, 1) for mask in (flushed, subnormal, overflows))
     zero = histogram.num_zero / max(num, 1)
-    with np.errstate(over="ignore", under="ignore"):
-        signal = float((weights * points**2).sum()) * scale**2
-        noise = float((weights * (points - rounded) ** 2).sum()) * scale**2
+    with np.errstate(over="ignore"):  # a format without zero, scaled, can err by more than float64 squares
+        noise = float((weights * (magnitudes - scale * rounded) ** 2).sum())
     return RangeShares(
         num=num,
         zero=zero,
@@ -112,7 +117,7 @@ def range_shares(histogram: MagnitudeHistogram, format: str | Format, scale: flo
         subnormal=small,
         normal=max(1.0 - zero - lost - small - beyond, 0.0) if num else 0.0,
         overflow=beyond,
-        signal=signal,
+        signal=float((weights * magnitudes**2).sum()),
         noise=noise,
     )
 

@@ -27,9 +27,11 @@ def spell_bytes(num_bytes: float) -> str:
 
 
 def spell_number(value: float | None) -> str:
-    """Three significant digits, ``"–"`` for None: ``0.012345`` → ``"0.0123"``, ``1.2e-05`` → ``"1.20e-5"``."""
-    if value is None:
+    """Three significant digits, ``"–"`` for None and NaN: ``0.012345`` → ``"0.0123"``, ``1.2e-05`` → ``"1.20e-5"``."""
+    if value is None or math.isnan(value):
         return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
     if value == 0:
         return "0"
     if abs(value) < 1e-4 or abs(value) >= 1e6:
@@ -62,7 +64,7 @@ def spell_decibels(value: float) -> str:
     """A ratio in dB: ``25.552`` → ``"25.6 dB"``; ``"exact"`` for inf, ``"–"`` for NaN."""
     if math.isnan(value):
         return "–"
-    return "exact" if value == math.inf else f"{value:.1f} dB".replace("-", "−")
+    return "exact" if value == math.inf else f"{value:.1f} dB".replace("-", "−").replace("inf", "∞")
 
 
 def spell_seconds(seconds: float) -> str:
