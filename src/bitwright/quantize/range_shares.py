@@ -63,7 +63,7 @@ class RangeShares:
 
     @property
     def sqnr_db(self) -> float:
-        """Signal to quantisation noise in dB; inf without noise, NaN without a signal, −inf where the noise overflows."""
+        """Signal to quantisation noise in dB; inf without noise, −inf where that overflows, NaN without a signal."""
         if not self.signal:
             return math.nan
         if not self.noise:
