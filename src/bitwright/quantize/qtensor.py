@@ -3,7 +3,8 @@
 Legend: N rows, K columns, R rows of scales (N of them, save for blocks and per tensor), G groups of a row.
 
 The codes of a `QTensor` are kept as the *values* that they stand for (−8 … 7, or a number of fp4_e2m1), in fp32, since
-emulation and scoring need values; packing them into bits is storage, not numerics.
+emulation and scoring need values; packing them into bits is storage, not numerics (`pack.py`). In a group that holds
+NaN or Inf everything is NaN: scale, offset and codes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class QTensor:
     scheme: TensorScheme
     #: Values of the codes, fp32 [N, K].
     codes_NK: Tensor
-    #: Stored scales as fp32 values, [R, G] ([1, 1] per tensor); None without scaling.
+    #: What multiplies codes, fp32 [R, G] ([1, 1] per tensor): stored scales times 2^element_exponent; None without
+    #: scaling.
     scales_NG: Tensor | None = None
     #: Zero points (integers as fp32) or minima, [R, G]; None where symmetric.
     offsets_NG: Tensor | None = None
@@ -42,8 +44,11 @@ class QTensor:
             tensor_scale=self.tensor_scale,
         )
 
-    def dequantize(self) -> Tensor:
-        """Values, fp32 [N, K], by the formula of the scheme's symmetry."""
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Values [N, K] by the formula of the scheme's symmetry: fp32 arithmetic, narrowed to `dtype` at the end."""
+        return self._values().to(dtype)
+
+    def _values(self) -> Tensor:
         scaling = self.scheme.scaling
         if scaling is None:
             return self.codes_NK

@@ -1,13 +1,16 @@
-"""Tensors to codes and back: the three verbs that everything else calls.
+"""Tensors to codes and back: the verbs that everything else calls.
 
-    q = quantize(x, scheme)          codes, scales, offsets
+    q = quantize(x, scheme)            codes, scales, offsets
     x_hat = dequantize(q)
-    x_hat = fake_quantize(x, scheme) both at once: the values that hardware running `scheme` would see
+    x_hat = fake_quantize(x, scheme)   both at once: the values that hardware running `scheme` would see
+    packed = pack(x, scheme)           codes as bits, scales as stored
+    x_hat = unpack(packed)
 
-All of it is fp32 arithmetic in a fixed order: a code is round(x / scale) with the *stored* scale, by true division
-(x · (1/scale) flips codes that lie on ties).
+Tensors are fp32, bf16 or fp16. All arithmetic is fp32 in a fixed order, and values are narrowed to the tensor's dtype
+at the end: a code is round(x / scale) with the *stored* scale, by true division (x · (1/scale) flips codes that lie on
+ties). Without a scaling the numbers themselves are rounded, and overflow as IEEE 754 says.
 
-Legend: N rows, K columns, G groups of a row, g elements of a group.
+Legend: N rows, K columns.
 """
 
 from __future__ import annotations
@@ -17,127 +20,132 @@ from torch import Tensor
 
 from bitwright import formats
 from bitwright.errors import SchemeError
-from bitwright.quantize.backends.torch import round_to_format
-from bitwright.quantize.granularity import Granularity
+from bitwright.formats import ROUNDINGS
+from bitwright.quantize.backends import torch as backend
+from bitwright.quantize.pack import PackedTensor, pack_codes
 from bitwright.quantize.qtensor import QTensor
-from bitwright.quantize.scaling import Scales, find_scales
+from bitwright.quantize.scaling import Scales
 from bitwright.quantize.scheme import TensorScheme
 
 
-def quantize(x_NK: Tensor, scheme: TensorScheme, *, scales: Scales | None = None) -> QTensor:
+def quantize(
+    x_NK: Tensor,
+    scheme: TensorScheme,
+    *,
+    scales: Scales | None = None,
+    rounding: str = "nearest_even",
+    seed: int | None = None,
+) -> QTensor:
     """Quantise a matrix.
 
     Args:
-        x_NK: fp32 [N, K]; scales are shared along K as the scheme's granularity says.
+        x_NK: fp32, bf16 or fp16 [N, K]; scales are shared along K (and N) as the scheme's granularity says.
         scheme: format and scaling.
-        scales: use these stored scales instead of finding them (shapes [N, G, 1]).
+        scales: use these stored scales instead of finding them (shapes [R, G, 1]).
+        rounding: how codes are rounded, a name in `formats.ROUNDINGS`; scales follow their rule.
+        seed: in [0, 2^64), for stochastic rounding: element i of the flattened matrix draws word i of that seed.
 
     Returns:
         A QTensor; its `dequantize()` is the value that hardware would use.
 
     Raises:
-        SchemeError: `x_NK` is not an fp32 matrix.
+        SchemeError: no matrix, another dtype, or no seed where random bits are drawn.
+        UnknownName: no such rounding.
     """
-    if x_NK.dim() != 2:
-        raise SchemeError(
-            f"quantize takes a matrix [rows, columns], got shape {tuple(x_NK.shape)}; view leading dimensions as rows"
-        )
-    _raise_if_not_fp32(x_NK)
-    number = formats.get(scheme.format)
+    _raise_if_not_a_matrix(x_NK, "quantize")
+    key = _checked_seed(x_NK, rounding, seed)
     if scheme.scaling is None:
-        return QTensor(scheme=scheme, codes_NK=round_to_format(x_NK, number, overflow="ieee"))
-    rows, columns = x_NK.shape
-    grouped = to_groups(x_NK, scheme.scaling.granularity)
-    found = scales if scales is not None else find_scales(grouped, scheme.format, scheme.scaling)
-    codes = to_codes(grouped, found, scheme)
-    return QTensor(
-        scheme=scheme,
-        codes_NK=from_groups(codes, rows, columns),
-        scales_NG=found.scale[..., 0],
-        offsets_NG=None if found.offset is None else found.offset[..., 0],
-        tensor_scale=found.tensor_scale,
-    )
+        number = formats.get(scheme.format)
+        codes_NK = backend.round_values(x_NK.float(), number, rounding=rounding, overflow="ieee", seed=key)
+        return QTensor(scheme=scheme, codes_NK=codes_NK)
+    return backend.quantize(x_NK, scheme, scales=scales, rounding=rounding, seed=key)
 
 
-def dequantize(q: QTensor) -> Tensor:
-    """Values of a quantised matrix, fp32 [N, K]."""
-    return q.dequantize()
+def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values of a quantised matrix, [N, K]: fp32 arithmetic, narrowed to `dtype` at the end."""
+    return q.dequantize(dtype)
 
 
-def fake_quantize(x: Tensor, scheme: TensorScheme) -> Tensor:
-    """Values after quantising and dequantising; leading dimensions are rows. fp32 in, fp32 of the same shape out.
+def fake_quantize(
+    x: Tensor,
+    scheme: TensorScheme,
+    *,
+    rounding: str = "nearest_even",
+    seed: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Values after quantising and dequantising; leading dimensions are rows.
+
+    Args:
+        x: fp32, bf16 or fp16, any shape and strides.
+        scheme: format and scaling.
+        rounding, seed: as in `quantize`.
+        out: written and returned if given: contiguous, with the shape, dtype and device of `x`; may be `x`.
+
+    Returns:
+        A tensor of the shape and dtype of `x`.
 
     Raises:
-        SchemeError: `x` is not fp32.
+        SchemeError: another dtype, no seed where random bits are drawn, or an `out` that does not fit.
+        UnknownName: no such rounding.
     """
-    _raise_if_not_fp32(x)
+    key = _checked_seed(x, rounding, seed)
+    if out is not None:
+        _raise_if_out_does_not_fit(x, out)
     if scheme.scaling is None:
-        return round_to_format(x, formats.get(scheme.format), overflow="ieee")
+        number = formats.get(scheme.format)
+        return backend.round_values(x, number, rounding=rounding, overflow="ieee", seed=key, out=out)
     if x.numel() == 0:
-        return x.clone()  # an expert that no token chose
-    rows_NK = x.reshape(-1, x.shape[-1])
-    grouped = to_groups(rows_NK, scheme.scaling.granularity)
-    scales = find_scales(grouped, scheme.format, scheme.scaling)
-    values = to_values(to_codes(grouped, scales, scheme), scales, scheme)
-    return from_groups(values, *rows_NK.shape).reshape(x.shape)
+        return x.clone() if out is None else out  # an expert that no token chose
+    rows_NK = x.reshape(-1, x.shape[-1] if x.dim() else 1)
+    out_NK = None if out is None else out.view(rows_NK.shape)
+    values = backend.fake_quantize(rows_NK, scheme, rounding=rounding, seed=key, out=out_NK)
+    return values.reshape(x.shape) if out is None else out
 
 
-def _raise_if_not_fp32(x: Tensor) -> None:
-    if x.dtype != torch.float32:
-        raise SchemeError(f"only fp32 tensors are quantised, got {x.dtype}; convert it with .float()")
+def pack(
+    x_NK: Tensor, scheme: TensorScheme, *, rounding: str = "nearest_even", seed: int | None = None
+) -> PackedTensor:
+    """Quantise a matrix and store its codes as bits, its scales in their own format.
 
+    ``unpack(pack(x, scheme), x.dtype)`` is ``fake_quantize(x, scheme)``, bit for bit. Arguments as in `quantize`.
 
-def to_groups(x_NK: Tensor, granularity: Granularity) -> Tensor:
-    """View a matrix as groups [N, G, g] ([1, 1, N·K] per tensor).
-
-    A short last group is filled up by repeating the row's last element: minimum, maximum and amax stay what they are.
+    Raises:
+        SchemeError: as `quantize`; or NaN, or a group that is not finite, where the format of codes or of scales has no
+            NaN to store it; codes of more than 16 bits that are no floats of torch.
+        UnknownName: no such rounding.
     """
-    rows, columns = x_NK.shape
-    if granularity.scope == "tensor":
-        return x_NK.reshape(1, 1, rows * columns)
-    width = granularity.group_columns(columns)
-    missing = granularity.num_groups(columns) * width - columns
-    if missing:
-        x_NK = torch.cat([x_NK, x_NK[:, -1:].expand(rows, missing)], dim=1)
-    return x_NK.reshape(rows, granularity.num_groups(columns), max(width, 1))
+    return pack_codes(quantize(x_NK, scheme, rounding=rounding, seed=seed))
 
 
-def from_groups(grouped: Tensor, rows: int, columns: int) -> Tensor:
-    """Undo `to_groups`: [N, G, g] → [N, K]."""
-    if grouped.numel() == rows * columns:
-        return grouped.reshape(rows, columns)
-    return grouped.flatten(1)[:, :columns].contiguous()
+def unpack(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values of a packed matrix, [N, K]: fp32 arithmetic, narrowed to `dtype` at the end."""
+    return packed.unpack(dtype)
 
 
-def to_codes(grouped: Tensor, scales: Scales, scheme: TensorScheme) -> Tensor:
-    """Code values of groups under stored scales. A group whose scale is zero has code zero."""
-    assert scheme.scaling is not None
-    number = formats.get(scheme.format)
-    scale = scales.effective
-    divisor = torch.where(scale == 0, torch.ones_like(scale), scale)
-    if scheme.scaling.symmetry == "minimum":
-        assert scales.offset is not None
-        codes = round_to_format((grouped - scales.offset) / divisor, number)
-    elif scheme.scaling.symmetry == "zero_point":
-        assert scales.offset is not None
-        codes = round_to_format((grouped / divisor).round_() + scales.offset, number)
-    else:
-        codes = round_to_format(grouped / divisor, number)
-        return torch.where(scale == 0, torch.zeros_like(codes), codes) if bool((scale == 0).any()) else codes
-    return torch.where(scale == 0, _zero_code(scales, scheme), codes) if bool((scale == 0).any()) else codes
+def _raise_if_not_a_matrix(x: Tensor, verb: str) -> None:
+    if x.dim() != 2:
+        raise SchemeError(
+            f"{verb} takes a matrix [rows, columns], got shape {tuple(x.shape)}; view leading dimensions as rows"
+        )
 
 
-def _zero_code(scales: Scales, scheme: TensorScheme) -> Tensor:
-    assert scheme.scaling is not None and scales.offset is not None
-    return scales.offset if scheme.scaling.symmetry == "zero_point" else torch.zeros_like(scales.offset)
+def _checked_seed(x: Tensor, rounding: str, seed: int | None) -> int:
+    """The seed to draw from; 0 where nothing is drawn."""
+    if x.dtype not in backend.DTYPES:
+        raise SchemeError(f"only fp32, bf16 and fp16 tensors are quantised, got {x.dtype}; convert it with .float()")
+    if seed is None and rounding in ROUNDINGS and ROUNDINGS[rounding].needs_seed:
+        raise SchemeError(
+            f"rounding '{rounding}' draws random bits and was given no seed, so that no run could be repeated; "
+            "pass seed=0, and another seed for every further draw"
+        )
+    return seed or 0
 
 
-def to_values(codes: Tensor, scales: Scales, scheme: TensorScheme) -> Tensor:
-    """Values of codes, group by group; the same formula as `QTensor.dequantize`."""
-    assert scheme.scaling is not None
-    if scheme.scaling.symmetry == "symmetric":
-        return codes * scales.effective
-    assert scales.offset is not None
-    if scheme.scaling.symmetry == "zero_point":
-        return (codes - scales.offset) * scales.effective
-    return codes * scales.effective + scales.offset
+def _raise_if_out_does_not_fit(x: Tensor, out: Tensor) -> None:
+    if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
+        contiguous = "contiguous" if out.is_contiguous() else "not contiguous"
+        raise SchemeError(
+            f"out is {tuple(out.shape)}, {out.dtype}, on {out.device}, {contiguous}; it has to be contiguous with the "
+            f"shape, dtype and device of x: {tuple(x.shape)}, {x.dtype}, {x.device}"
+        )

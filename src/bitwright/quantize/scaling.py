@@ -56,7 +56,7 @@ from torch import Tensor
 
 from bitwright import formats
 from bitwright.formats import Format
-from bitwright.quantize.backends.torch import round_to_format
+from bitwright.quantize.backends.torch_rounding import round_to_format
 from bitwright.quantize.scheme import ScaleRule, Scaling
 
 #: Shares of amax that "mse" tries, the plain amax first. Where the best one lies: 0.9 for int4 groups of 128 Gaussian

@@ -24,9 +24,11 @@ from torch import Tensor
 from bitwright import formats
 from bitwright.errors import SchemeError
 from bitwright.formats import IntFormat
+from bitwright.quantize.backends.torch import to_codes, to_values
+from bitwright.quantize.granularity import to_groups
 from bitwright.quantize.moment import InputMoment
 from bitwright.quantize.qtensor import QTensor
-from bitwright.quantize.quantize import quantize, to_codes, to_groups, to_values
+from bitwright.quantize.quantize import quantize
 from bitwright.quantize.scaling import Scales, find_scales, full_range_scales
 from bitwright.quantize.scheme import TensorScheme
 
