@@ -296,8 +296,8 @@ def test_leading_dimensions_are_rows(scheme: TensorScheme) -> None:
 
 
 @ALL
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32])
-def test_only_fp32_is_quantised(scheme: TensorScheme, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn, torch.int32])
+def test_other_dtypes_are_refused(scheme: TensorScheme, dtype: torch.dtype) -> None:
     x = torch.ones(2, 32, dtype=dtype)
     with pytest.raises(SchemeError, match=r"fp32.*\.float\(\)"):
         quantize(x, scheme)
@@ -359,6 +359,8 @@ def test_every_rounding_gives_storable_codes(rounding: Rounding, weights: Tensor
         ("mxfp6", 10, 576, 10 * (576 * 6 // 8 + 18)),  # 6.25 bits
         ("mxint8", 10, 576, 10 * (576 + 18)),
         ("bfp8", 10, 576, 10 * (576 + 72)),  # 9 bits
+        ("fp8_block", 576, 7168, 576 * 7168 + 5 * 56 * 4),  # DeepSeek-V3, kv_a_proj_with_mqa
+        ("nf4_g64", 10, 576, 10 * (288 + 9 * 4)),
     ],
 )
 def test_stored_bytes_by_closed_form(scheme: str, rows: int, columns: int, expected_bytes: int) -> None:
@@ -384,7 +386,7 @@ def test_stored_bytes_count_what_a_qtensor_holds(scheme: TensorScheme, shape: tu
 
 def test_the_catalog_holds_the_promised_names() -> None:
     promised = "fp32 fp16 bf16 int8_w int3_g64 fp8_w fp6_w fp8 int8 mxfp8 mxfp4 nvfp4 as_loaded".split()
-    promised += "mxfp6 mxint8 bfp8".split()
+    promised += "fp8_block mxfp6 mxint8 bfp8 nf4_g64".split()
     promised += [f"int4_g{size}{kind}" for size in (128, 64, 32) for kind in ("", "_zp", "_min")]
     assert set(promised) <= set(SCHEMES)
     assert {"rtn", "clip"} <= set(ROUNDINGS)

@@ -66,6 +66,11 @@ class Scaling:
                 f"tensor_scale {self.tensor_scale}, element_exponent {self.element_exponent}; make it symmetric"
             )
 
+    @property
+    def needs_amax_alone(self) -> bool:
+        """Whether a scale follows from the ends of its group, so that one reduction finds it."""
+        return self.rule not in ("percentile", "mse")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorScheme:

@@ -1,10 +1,17 @@
-"""FP8 and FP6: floating codes with one scale per output channel (weights) and per token (activations)."""
+"""FP8 and FP6: floating codes with one scale per output channel (weights) and per token (activations), or per block."""
 
-from bitwright.quantize.granularity import ROW
+from bitwright.quantize.granularity import ROW, Granularity, block, group
 from bitwright.quantize.scheme import Scaling, Scheme, TensorScheme
 
 _PER_ROW = Scaling(granularity=ROW, scale_format="fp32")
 _FP8 = TensorScheme(format="fp8_e4m3", scaling=_PER_ROW)
+
+
+def _power_of_two_fp8(granularity: Granularity) -> TensorScheme:
+    return TensorScheme(
+        format="fp8_e4m3", scaling=Scaling(granularity=granularity, scale_format="fp32", rule="power_of_two")
+    )
+
 
 SCHEMES = (
     Scheme(
@@ -19,6 +26,14 @@ SCHEMES = (
         source="compressed-tensors float-quantized (dynamic per-token activations); OFP8 v1.0",
         weights=_FP8,
         activations=_FP8,
+        in_default_search=False,
+    ),
+    Scheme(
+        name="fp8_block",
+        description="E4M3 weights in blocks of 128 × 128, E4M3 activations in groups of 128; power-of-two fp32 scales",
+        source="DeepSeek-V3, arXiv:2412.19437, section 3.3.2; NVIDIA Transformer Engine, Float8BlockScaling",
+        weights=_power_of_two_fp8(block(128, 128)),
+        activations=_power_of_two_fp8(group(128)),
         in_default_search=False,
     ),
     Scheme(
