@@ -91,7 +91,7 @@ def fake_quantize(
         return x_NK.clone() if out is None else out
     granularity, (rows, columns) = scheme.scaling.granularity, x_NK.shape
     grouped = to_groups(x_NK.float(), granularity)
-    scales = _scales_of(grouped, x_NK, scheme)
+    scales = scales_of(grouped, x_NK, scheme)
     codes = to_codes(grouped, scales, scheme, rounding=rounding, seed=seed, index=_index(x_NK, granularity, rounding))
     values = from_groups(to_values(codes, scales, scheme), rows, columns, granularity)
     return _finished(values, x_NK, out)
@@ -109,7 +109,7 @@ def quantize(
     assert scheme.scaling is not None
     granularity, (rows, columns) = scheme.scaling.granularity, x_NK.shape
     grouped = to_groups(x_NK.float(), granularity)
-    found = _scales_of(grouped, x_NK, scheme) if scales is None else scales
+    found = scales_of(grouped, x_NK, scheme) if scales is None else scales
     codes = to_codes(grouped, found, scheme, rounding=rounding, seed=seed, index=_index(x_NK, granularity, rounding))
     return QTensor(
         scheme=scheme,
@@ -176,7 +176,7 @@ def _rounded(x: Tensor, number: Format, rounding: str, seed: int, index: Tensor 
     return round_fp32(x, number, rounding=rounding, seed=seed, index=index)
 
 
-def _scales_of(grouped: Tensor, x_NK: Tensor, scheme: TensorScheme) -> Scales:
+def scales_of(grouped: Tensor, x_NK: Tensor, scheme: TensorScheme) -> Scales:
     """Scales found from the groups; scale and offset are NaN where a group is not finite."""
     assert scheme.scaling is not None
     filling = is_filling(x_NK, scheme.scaling.granularity) if scheme.scaling.rule in ("percentile", "mse") else None
