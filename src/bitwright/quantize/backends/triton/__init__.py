@@ -158,14 +158,13 @@ def pack(x_NK: Tensor, scheme: TensorScheme) -> PackedTensor:
     rows, columns = x_NK.shape
     codes_NK = _room(x_NK, torch.uint8, None)
     scaled = _run_scaled(x_NK, scheme, codes_NK, "codes")
-    num_row_bytes = -(-columns * bits // 8)
     packed_NB = codes_NK
     if bits != 8:
+        num_row_bytes = -(-columns * bits // 8)
         packed_NB = torch.empty(rows, num_row_bytes, dtype=torch.uint8, device=x_NK.device)
-        size = packed_NB.numel()
-        _launch(
-            pack_kernel, -(-size // BLOCK), (codes_NK, packed_NB, columns, num_row_bytes, size), (bits, BLOCK), x_NK
-        )
+        num_programs, num_pieces, tile = _row_tiles(rows, num_row_bytes)
+        arguments = (codes_NK, packed_NB, rows, columns, num_row_bytes, num_pieces)
+        _launch(pack_kernel, num_programs, arguments, (bits, *tile), x_NK)
     # the scales alone: of a matrix without columns there are no codes to store
     stored = pack_codes(replace(scaled, codes_NK=x_NK.new_empty(rows, 0, dtype=torch.float32)))
     return replace(stored, shape=(rows, columns), codes=packed_NB)
@@ -186,32 +185,17 @@ def unpack(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     from bitwright.quantize.backends.triton.packing import unpack_kernel
 
     granularity = scaling.granularity
-    num_column_groups = granularity.num_groups(columns)
     scales_RG = _read_scales(packed.scales, formats.FORMATS[scaling.scale_format]) * 2.0**scaling.element_exponent
     codes = torch.arange(1 << number.bits, dtype=torch.int32, device=packed.codes.device)
     out_NK = torch.empty(rows, columns, dtype=dtype, device=packed.codes.device)
-    _launch(
-        unpack_kernel,
-        -(-out_NK.numel() // BLOCK),
-        (
-            packed.codes.contiguous(),
-            decode_numbers(codes, number),
-            scales_RG,
-            packed.tensor_scale,
-            _words(out_NK),
-            columns,
-            packed.codes.shape[1],
-            num_column_groups,
-            out_NK.numel(),
-        ),
-        (
-            number.bits,
-            0 if granularity.scope == "tensor" else granularity.block_rows or 1,
-            granularity.group_size,
-            BLOCK,
-        ),
-        packed.codes,
+    num_programs, num_pieces, tile = _row_tiles(rows, columns)
+    arguments = (
+        *(packed.codes.contiguous(), decode_numbers(codes, number), scales_RG, packed.tensor_scale, _words(out_NK)),
+        *(rows, columns, packed.codes.shape[1], granularity.num_groups(columns), num_pieces),
     )
+    block_rows = 0 if granularity.scope == "tensor" else granularity.block_rows or 1
+    constants = (number.bits, block_rows, granularity.group_size, *tile)
+    _launch(unpack_kernel, num_programs, arguments, constants, packed.codes)
     return out_NK
 
 
@@ -325,6 +309,14 @@ def _launch(
     # the interpreter computes with NumPy, which would warn of infinities
     with torch.cuda.device_of(x), np.errstate(all="ignore"):
         kernel[(num_programs,)](*arguments, *constants, num_warps=num_warps, enable_fp_fusion=False)
+
+
+def _row_tiles(rows: int, width: int) -> tuple[int, int, tuple[int, int]]:
+    """Programs for [rows, width] elements, pieces of a row, and the rows and elements of a row that a program takes."""
+    per_row = min(_power_of_two_from(width), BLOCK)
+    num_rows = min(BLOCK // per_row, _power_of_two_from(rows))
+    num_pieces = -(-width // per_row)
+    return -(-rows // num_rows) * num_pieces, max(num_pieces, 1), (num_rows, per_row)
 
 
 def _power_of_two_from(number: int) -> int:

@@ -118,10 +118,9 @@ def grid_of(number: Format) -> Grid:
         or (not isinstance(number, FloatFormat) and number.bits <= 21),
         cut=bits_of(math.ldexp(1.0, min(cut_exponent, 127))),
         fits_bf16=(
-            isinstance(number, FloatFormat)
-            and fraction_bits <= 7
-            and number.emax <= 127
-            and emin - fraction_bits >= -133
+            fraction_bits <= 7 and emin - fraction_bits >= -133
+            if isinstance(number, FloatFormat)
+            else isinstance(number, IntFormat) and max(number.max, -number.min) <= 256
         ),
     )
 

@@ -17,22 +17,41 @@ from bitwright.quantize.backends.triton.rounding import store_fp32
 
 
 @triton.jit
+def _tile(num_pieces, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows [ROWS, 1] and places of a row [1, BLOCK] of a program. Every place is below 2^31, every offset 64 bits."""
+    row = (tl.program_id(0) // num_pieces) * ROWS + tl.arange(0, ROWS)[:, None]
+    place = (tl.program_id(0) % num_pieces) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return row.to(tl.int64), place
+
+
+@triton.jit
 def pack_kernel(
-    codes_pointer, bytes_pointer, columns, num_row_bytes, num_bytes, bits: tl.constexpr, BLOCK: tl.constexpr
+    codes_pointer,
+    bytes_pointer,
+    rows,
+    columns,
+    num_row_bytes,
+    num_pieces,
+    bits: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """uint8 codes [N, K] → bytes [N, B]."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row, place = index // num_row_bytes, index % num_row_bytes
-    first = place * 8 // bits
-    packed = tl.zeros_like(place).to(tl.int32)
-    for step in tl.static_range((8 + bits - 2) // bits + 1):
+    row, place = _tile(num_pieces, ROWS, BLOCK)
+    mask = (row < rows) & (place < num_row_bytes)
+    # bits bytes hold 8 codes
+    bit = (place % bits) * 8
+    first = (place // bits) * 8 + bit // bits
+    packed = tl.zeros([ROWS, BLOCK], tl.int32)
+    num_codes: tl.constexpr = 8 // bits if 8 % bits == 0 else (8 + bits - 2) // bits + 1
+    for step in tl.static_range(num_codes):
+        shift = (bit // bits + step) * bits - bit
         column = first + step
-        shift = (column * bits - place * 8).to(tl.int32)
-        mask = (index < num_bytes) & (column < columns) & (shift < 8)
-        code = tl.load(codes_pointer + row * columns + column, mask=mask, other=0).to(tl.int32)
+        is_inside = mask & (column < columns) & (shift < 8)
+        code = tl.load(codes_pointer + row * columns + column, mask=is_inside, other=0).to(tl.int32)
         # the first code may have begun in the byte before
         packed |= tl.where(shift >= 0, code << tl.maximum(shift, 0), code >> tl.maximum(-shift, 0))
-    tl.store(bytes_pointer + index, (packed & 0xFF).to(tl.uint8), mask=index < num_bytes)
+    tl.store(bytes_pointer + row * num_row_bytes + place, (packed & 0xFF).to(tl.uint8), mask=mask)
 
 
 @triton.jit
@@ -42,36 +61,34 @@ def unpack_kernel(
     scales_pointer,
     tensor_scale_pointer,
     out_pointer,
+    rows,
     columns,
     num_row_bytes,
     num_column_groups,
-    size,
+    num_pieces,
     bits: tl.constexpr,
     block_rows: tl.constexpr,
     width: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Bytes [N, B] and scales [R, G] → values [N, K]. A width of 0: rows; block_rows of 0: one scale for all."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < size
-    row, column = index // columns, index % columns
-    place = column * bits // 8
-    shift = (column * bits % 8).to(tl.int32)
-    pointers = bytes_pointer + row * num_row_bytes + place
+    row, column = _tile(num_pieces, ROWS, BLOCK)
+    mask = (row < rows) & (column < columns)
+    bit = (column % 8) * bits
+    pointers = bytes_pointer + row * num_row_bytes + ((column // 8) * bits + bit // 8)
+    shift = bit % 8
     word = tl.load(pointers, mask=mask, other=0).to(tl.int32)
     if 8 % bits != 0:
-        straddles = mask & (shift + bits > 8)
-        word |= tl.load(pointers + 1, mask=straddles, other=0).to(tl.int32) << 8
+        word |= tl.load(pointers + 1, mask=mask & (shift + bits > 8), other=0).to(tl.int32) << 8
     value = tl.load(values_pointer + ((word >> shift) & ((1 << bits) - 1)), mask=mask, other=0.0)
-    if scales_pointer is not None:
-        if block_rows == 0:
-            group = row * 0
-        elif width == 0:
-            group = row
-        else:
-            group = (row // block_rows) * num_column_groups + column // width
-        unit = tl.load(scales_pointer + group, mask=mask, other=0.0)
-        if tensor_scale_pointer is not None:
-            unit *= tl.load(tensor_scale_pointer)
-        value *= unit
-    store_fp32(out_pointer + index, value, mask, False)
+    if block_rows == 0:
+        group = row * 0
+    elif width == 0:
+        group = row
+    else:
+        group = (row // block_rows) * num_column_groups + column // width
+    unit = tl.load(scales_pointer + (group + column * 0), mask=mask, other=0.0)
+    if tensor_scale_pointer is not None:
+        unit *= tl.load(tensor_scale_pointer)
+    store_fp32(out_pointer + row * columns + column, value * unit, mask, False)

@@ -174,7 +174,7 @@ def codebook_position(x, random, table, grid: tl.constexpr, mode: tl.constexpr, 
     is_nearest: tl.constexpr = mode == "nearest_even" or mode == "nearest_away"
     found = tl.zeros_like(to_bits(x))
     for level in tl.static_range(grid.bits):
-        half: tl.constexpr = length >> (level + 1)
+        half = length >> (level + 1)
         if is_nearest:
             is_above = x > tl.load(table + length + found + (half - 1))
         else:
