@@ -3,6 +3,8 @@
 q = quantize(x, SCHEMES["int4_g128"].weights)
 x_hat = dequantize(q)
 x_hat = fake_quantize(x, SCHEMES["fp8"].activations)
+packed = pack(x, SCHEMES["mxfp4"].weights)
+x_hat = unpack(packed)
 
 Importing this page loads no torch: each name is fetched when it is first used, and `quantize.statistics` needs none.
 """
@@ -16,8 +18,9 @@ from bitwright.lazy_page import open_lazily
 if TYPE_CHECKING:
     from bitwright.quantize.catalogs import ROUNDINGS, SCHEMES, TRANSFORMS
     from bitwright.quantize.granularity import Granularity, group
+    from bitwright.quantize.pack import PackedTensor
     from bitwright.quantize.qtensor import QTensor
-    from bitwright.quantize.quantize import dequantize, fake_quantize, quantize
+    from bitwright.quantize.quantize import dequantize, fake_quantize, pack, quantize, unpack
     from bitwright.quantize.rounding import Rounding
     from bitwright.quantize.scheme import Scaling, Scheme, TensorScheme
 
@@ -26,6 +29,7 @@ _HOMES = {
     "SCHEMES": "bitwright.quantize.catalogs",
     "TRANSFORMS": "bitwright.quantize.catalogs",
     "Granularity": "bitwright.quantize.granularity",
+    "PackedTensor": "bitwright.quantize.pack",
     "QTensor": "bitwright.quantize.qtensor",
     "Rounding": "bitwright.quantize.rounding",
     "Scaling": "bitwright.quantize.scheme",
@@ -34,7 +38,9 @@ _HOMES = {
     "dequantize": "bitwright.quantize.quantize",
     "fake_quantize": "bitwright.quantize.quantize",
     "group": "bitwright.quantize.granularity",
+    "pack": "bitwright.quantize.quantize",
     "quantize": "bitwright.quantize.quantize",
+    "unpack": "bitwright.quantize.quantize",
 }
 
 __all__ = [
@@ -42,6 +48,7 @@ __all__ = [
     "SCHEMES",
     "TRANSFORMS",
     "Granularity",
+    "PackedTensor",
     "QTensor",
     "Rounding",
     "Scaling",
@@ -50,7 +57,9 @@ __all__ = [
     "dequantize",
     "fake_quantize",
     "group",
+    "pack",
     "quantize",
+    "unpack",
 ]
 
 open_lazily(__name__, _HOMES)

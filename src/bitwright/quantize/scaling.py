@@ -111,19 +111,19 @@ class Groups:
 
 
 def _amax(groups: Groups) -> Tensor:
-    return groups.amax / groups.largest
+    return divided(groups.amax, groups.largest)
 
 
 def _percentile(groups: Groups) -> Tensor:
     share = groups.scaling.percentile / 100
-    return groups.shrink * _quantile(groups.values.abs(), share, groups.filling) / groups.largest
+    return divided(groups.shrink * _quantile(groups.values.abs(), share, groups.filling), groups.largest)
 
 
 def _mse(groups: Groups) -> Tensor:
     best = _amax(groups)
     least = _relative_squared_error(groups, groups.stored(best))
     for ratio in MSE_RATIOS[1:]:
-        tried = groups.amax * ratio / groups.largest
+        tried = divided(groups.amax * ratio, groups.largest)
         error = _relative_squared_error(groups, groups.stored(tried))
         better = error < least  # never where the group is not finite
         least = torch.where(better, error, least)
@@ -137,7 +137,7 @@ def _ocp_floor(groups: Groups) -> Tensor:
 
 
 def _round_up(groups: Groups) -> Tensor:
-    ratio = groups.amax / groups.largest
+    ratio = divided(groups.amax, groups.largest)
     floor = floor_log2(ratio)
     has_rest = exact_power_of_two(floor) < ratio
     return _zero_where(ratio == 0, exact_power_of_two(floor + has_rest.int()))
@@ -220,6 +220,11 @@ def quotient(numerator: float, x: Tensor) -> Tensor:
     return torch.full_like(x, numerator) / x
 
 
+def divided(x: Tensor, denominator: float) -> Tensor:
+    """x / denominator, divided once: on GPUs torch takes `tensor / number` for a product with the reciprocal."""
+    return x / torch.full_like(x, denominator)
+
+
 def floor_log2(x: Tensor) -> Tensor:
     """floor(log2 x) of positive finite fp32 numbers, exactly, subnormals too: int32, the shape of `x`."""
     return torch.frexp(x).exponent - 1  # x = m · 2^exponent with m in [½, 1)
@@ -241,7 +246,7 @@ def tensor_scales(peak: Tensor, limit: float) -> tuple[Tensor, Tensor]:
         limit: largest stored block scale times what the largest code stands for (NVFP4: 448 · 6).
     """
     is_zero = peak == 0
-    tensor_scale = torch.where(is_zero, 1.0, (peak / torch.full_like(peak, limit)).clamp(min=2.0**-128))
+    tensor_scale = torch.where(is_zero, 1.0, divided(peak, limit).clamp(min=2.0**-128))
     return tensor_scale, torch.where(is_zero, 1.0, quotient(limit, peak).clamp(max=_LARGEST_FP32))
 
 
@@ -277,7 +282,9 @@ def _quantile(magnitudes: Tensor, share: float, filling: Tensor | None) -> Tenso
     places = share * last.double()
     low_index = places.floor().long()
     low, high = ordered.gather(-1, low_index), ordered.gather(-1, torch.minimum(low_index + 1, last))
-    return torch.lerp(low, high, (places - low_index).float())
+    # in fp64, each step one operation: `lerp` fuses product and sum on some processors
+    low, high = low.double(), high.double()
+    return (low + (high - low) * (places - low_index)).float()
 
 
 def _zero_where(is_zero: Tensor, scale: Tensor) -> Tensor:
@@ -290,11 +297,11 @@ def _asymmetric(grouped: Tensor, format_name: str, scaling: Scaling, shrink: flo
     low, high = torch.aminmax(grouped, dim=-1, keepdim=True)
     if scaling.symmetry == "zero_point":
         low, high = low.clamp(max=0.0) * shrink, high.clamp(min=0.0) * shrink
-        scale = _store((high - low) / num_steps, scaling.scale_format)
+        scale = _store(divided(high - low, num_steps), scaling.scale_format)
         zero_point = torch.where(scale > 0, -low / scale, torch.zeros_like(scale)).round() + float(number.min)
         return Scales(scale=scale, offset=zero_point.clamp(float(number.min), float(number.max)), tensor_scale=None)
     span = high - low
-    scale = _store(span * shrink / num_steps, scaling.scale_format)
+    scale = _store(divided(span * shrink, num_steps), scaling.scale_format)
     # low itself where nothing is shrunk: a detour over the middle would lose a minimum much smaller than the maximum
     lowest = low + span * ((1 - shrink) / 2)
     minimum = _store(lowest - float(number.min) * scale, scaling.scale_format)

@@ -6,7 +6,7 @@ fp32, one operation after the other; NumPy's fp32 operations are those of IEEE 7
 
     amax          amax / top                              top = largest code · 2^element_exponent
     percentile    q / top, q between two of the sorted |x|, linearly
-    mse           the amax · ratio / top, ratio 1.00, 0.98, … 0.20, of the least Σ ((x̂ − x) / amax)², the first of them
+    mse           the amax · ratio / top, ratio 1.00, 0.98, … 0.10, of the least Σ ((x̂ − x) / amax)², the first of them
     ocp_floor     2^(floor(log2 amax) − floor(log2 top))
     round_up      the smallest power of two from amax / top on
     power_of_two  1 / (the largest power of two up to top / amax), times 2^margin
@@ -271,7 +271,7 @@ def _ideal_scale(
         case "percentile":
             return F32(_percentile(magnitudes, scaling.percentile / 100) / top)
         case "mse":
-            tried = [F32(F32(amax * F32(1 - i / 50)) / top) for i in range(41)]
+            tried = [F32(F32(amax * F32(1 - i / 50)) / top) for i in range(46)]
             errors = [_error(values, ideal, amax, number, scaling, inverse, tensor_scale) for ideal in tried]
             return tried[errors.index(min(errors))]
         case "ocp_floor":
