@@ -33,7 +33,7 @@ from bitwright.formats import Format
 from bitwright.formats.encode import find_overflow
 from bitwright.formats.round import MAX_RANDOM_BITS, find_rounding
 from bitwright.quantize.backends.triton.grids import grid_of, overflow_of, rule_of, table_of, why_not_grid
-from bitwright.quantize.pack import PackedTensor, decode_numbers, pack_codes, unpack_bits
+from bitwright.quantize.pack import PackedTensor, decode_numbers, pack_codes, unpack_bits, why_not_pack
 from bitwright.quantize.qtensor import QTensor
 from bitwright.quantize.scheme import TensorScheme
 
@@ -69,6 +69,13 @@ def why_not_scaled(scheme: TensorScheme, dtype: torch.dtype) -> str | None:
     if not isinstance(scale_number, formats.FloatFormat):
         return f"its kernels store scales as floats, not as {scale_number.name}"
     return _why_not_run(dtype) or why_not_grid(number) or why_not_grid(scale_number)
+
+
+def why_not_packed(scheme: TensorScheme, dtype: torch.dtype) -> str | None:
+    """Return why this backend does not pack under a scheme, or None if it does."""
+    stored = [scheme.format] if scheme.scaling is None else [scheme.format, scheme.scaling.scale_format]
+    reasons = (why_not_pack(formats.FORMATS[name]) for name in stored)
+    return why_not_scaled(scheme, dtype) or next((reason for reason in reasons if reason), None)
 
 
 def round_values(
@@ -149,7 +156,7 @@ def pack(x_NK: Tensor, scheme: TensorScheme) -> PackedTensor:
     Raises:
         SchemeError, MissingExtra: as `fake_quantize`; a group that is not finite, under a scale format without NaN.
     """
-    _raise_if(why_not_scaled(scheme, x_NK.dtype), x_NK)
+    _raise_if(why_not_packed(scheme, x_NK.dtype), x_NK)
     bits = formats.FORMATS[scheme.format].bits
     if bits > MAX_PACKED_BITS:
         return pack_codes(quantize(x_NK, scheme))
@@ -177,7 +184,7 @@ def unpack(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
         SchemeError, MissingExtra: as `fake_quantize`.
     """
     scheme, (rows, columns) = packed.scheme, packed.shape
-    _raise_if(why_not_scaled(scheme, dtype), packed.codes)
+    _raise_if(why_not_packed(scheme, dtype), packed.codes)
     number, scaling = formats.FORMATS[scheme.format], scheme.scaling
     if number.bits > MAX_PACKED_BITS:
         return packed.unpack(dtype)

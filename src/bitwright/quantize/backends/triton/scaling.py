@@ -74,9 +74,7 @@ def stored_scale(amax_word, inverse, rule: tl.constexpr, grid: tl.constexpr, ove
         ideal = tl.where(amax_word == 0, 0.0, _power_of_two(rule.margin - floor_log2(ratio)))
     if rule.tensor_limit > 0:
         ideal *= inverse
-    ideal_bits = to_bits(ideal)
-    stored = to_float(round_bits(ideal_bits, 0, grid, overflow, "nearest_even", 32))
-    stored = tl.where((ideal_bits & _MAGNITUDE) < _INF, stored, ideal)
+    stored = to_float(round_bits(to_bits(ideal), 0, grid, overflow, "nearest_even", 32))
     if rule.element_exponent != 0:
         stored *= _power_of_two(tl.full(amax.shape, rule.element_exponent, tl.int32))
     return tl.where(amax_word < _INF, stored, to_float(tl.full(amax.shape, _NAN, tl.int32)))
