@@ -18,11 +18,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitwright import formats
 from bitwright.errors import SchemeError
 from bitwright.formats import ROUNDINGS
-from bitwright.quantize.backends import torch as backend
-from bitwright.quantize.pack import PackedTensor, pack_codes
+from bitwright.quantize.backends import torch as torch_backend
+from bitwright.quantize.ops import packed_of, quantized_of, signed, spell_scheme
+from bitwright.quantize.pack import PackedTensor
 from bitwright.quantize.qtensor import QTensor
 from bitwright.quantize.scaling import Scales
 from bitwright.quantize.scheme import TensorScheme
@@ -55,10 +55,11 @@ def quantize(
     _raise_if_not_a_matrix(x_NK, "quantize")
     key = _checked_seed(x_NK, rounding, seed)
     if scheme.scaling is None:
-        number = formats.get(scheme.format)
-        codes_NK = backend.round_values(x_NK.float(), number, rounding=rounding, overflow="ieee", seed=key)
+        codes_NK = torch.ops.bitwright.round_values(x_NK.float(), scheme.format, rounding, "ieee", key, 32)
         return QTensor(scheme=scheme, codes_NK=codes_NK)
-    return backend.quantize(x_NK, scheme, scales=scales, rounding=rounding, seed=key)
+    if scales is not None:
+        return torch_backend.quantize(x_NK, scheme, scales=scales, rounding=rounding, seed=key)
+    return quantized_of(torch.ops.bitwright.quantize(x_NK, spell_scheme(scheme), rounding, key), scheme)
 
 
 def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -92,15 +93,19 @@ def fake_quantize(
     key = _checked_seed(x, rounding, seed)
     if out is not None:
         _raise_if_out_does_not_fit(x, out)
-    if scheme.scaling is None:
-        number = formats.get(scheme.format)
-        return backend.round_values(x, number, rounding=rounding, overflow="ieee", seed=key, out=out)
     if x.numel() == 0:
         return x.clone() if out is None else out  # an expert that no token chose
-    rows_NK = x.reshape(-1, x.shape[-1] if x.dim() else 1)
-    out_NK = None if out is None else out.view(rows_NK.shape)
-    values = backend.fake_quantize(rows_NK, scheme, rounding=rounding, seed=key, out=out_NK)
-    return values.reshape(x.shape) if out is None else out
+    if scheme.scaling is None:
+        arguments = (x, scheme.format, rounding, "ieee", key, 32)
+        if out is None:
+            return torch.ops.bitwright.round_values(*arguments)
+        torch.ops.bitwright.round_values_out(*arguments, out)
+        return out
+    text = spell_scheme(scheme)
+    if out is None:
+        return torch.ops.bitwright.fake_quantize(x, text, rounding, key)
+    torch.ops.bitwright.fake_quantize_out(x, text, rounding, key, out)
+    return out
 
 
 def pack(
@@ -115,12 +120,17 @@ def pack(
             NaN to store it; codes of more than 16 bits that are no floats of torch.
         UnknownName: no such rounding.
     """
-    return pack_codes(quantize(x_NK, scheme, rounding=rounding, seed=seed))
+    _raise_if_not_a_matrix(x_NK, "pack")
+    key = _checked_seed(x_NK, rounding, seed)
+    rows, columns = x_NK.shape
+    return packed_of(torch.ops.bitwright.pack(x_NK, spell_scheme(scheme), rounding, key), scheme, rows, columns)
 
 
 def unpack(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values of a packed matrix, [N, K]: fp32 arithmetic, narrowed to `dtype` at the end."""
-    return packed.unpack(dtype)
+    parts = (packed.scales, packed.offsets, packed.tensor_scale)
+    tensors = (packed.codes.new_empty(0, dtype=torch.float32) if part is None else part for part in parts)
+    return torch.ops.bitwright.unpack(packed.codes, *tensors, spell_scheme(packed.scheme), *packed.shape, dtype)
 
 
 def _raise_if_not_a_matrix(x: Tensor, verb: str) -> None:
@@ -132,14 +142,14 @@ def _raise_if_not_a_matrix(x: Tensor, verb: str) -> None:
 
 def _checked_seed(x: Tensor, rounding: str, seed: int | None) -> int:
     """The seed to draw from; 0 where nothing is drawn."""
-    if x.dtype not in backend.DTYPES:
+    if x.dtype not in torch_backend.DTYPES:
         raise SchemeError(f"only fp32, bf16 and fp16 tensors are quantised, got {x.dtype}; convert it with .float()")
     if seed is None and rounding in ROUNDINGS and ROUNDINGS[rounding].needs_seed:
         raise SchemeError(
             f"rounding '{rounding}' draws random bits and was given no seed, so that no run could be repeated; "
             "pass seed=0, and another seed for every further draw"
         )
-    return seed or 0
+    return signed(seed or 0)
 
 
 def _raise_if_out_does_not_fit(x: Tensor, out: Tensor) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import threading
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,9 @@ from bitwright.quantize.backends import torch as torch_backend
 from bitwright.quantize.backends.cpu import elementwise, packing, tiles
 from bitwright.quantize.backends.cpu.announce import run
 from bitwright.quantize.backends.cpu.grids import (
+    Code,
     FloatGrid,
+    Grid,
     OneZeroGrid,
     WideGrid,
     code_of,
@@ -79,14 +82,14 @@ def why_not_scaled(scheme: TensorScheme, dtype: torch.dtype) -> str | None:
         return f"CPU kernels take fp32, bf16 and fp16, not {dtype}"
     if scheme.scaling is None or scheme.scaling.symmetry != "symmetric":
         return "CPU kernels know symmetric groups only"
-    return why_no_grid(formats.get(scheme.format), "saturate")
+    return why_no_grid(formats.FORMATS[scheme.format], "saturate")
 
 
 def why_not_packed(scheme: TensorScheme, dtype: torch.dtype) -> str | None:
     """Return why there is no kernel that packs under `scheme`, or None if there is one."""
-    if scheme.scaling is not None and stored_dtype(formats.get(scheme.scaling.scale_format)) is None:
+    if scheme.scaling is not None and stored_dtype(formats.FORMATS[scheme.scaling.scale_format]) is None:
         return f"torch has no dtype for scales in {scheme.scaling.scale_format}"
-    return why_not_scaled(scheme, dtype) or why_no_code(formats.get(scheme.format))
+    return why_not_scaled(scheme, dtype) or why_no_code(formats.FORMATS[scheme.format])
 
 
 # --- the interface ----------------------------------------------------------------------------------------------------
@@ -105,7 +108,7 @@ def round_values(
     """Round to a format, ties to even; `why_not_round` must have said None. Arguments: see `backends`."""
     source = x.detach().contiguous()
     target = _target(source, out)
-    grid = grid_of(number, overflow)
+    grid = _grid(number.name, overflow)
     is_bounded = not isinstance(grid, FloatGrid | OneZeroGrid) or bool(grid.limit == grid.largest)
     is_short = is_bounded and isinstance(number, FloatFormat) and _is_short(number) and x.dtype == torch.bfloat16
     arrays = _array(source), _array(target)
@@ -162,7 +165,7 @@ def scaled_with_amax(x: Tensor, number: Format, scale: Tensor, *, out: Tensor | 
     amax_bits = np.zeros(rows, np.uint32)
     scales = scale.detach().float().reshape(1, 1).numpy()
     arrays = (_array(source), _array(target), scales, amax_bits)
-    arguments = (columns, columns, rows, grid_of(number), False)
+    arguments = (columns, columns, rows, _grid(number.name), False)
     _run_rows(tiles.scale_rows, tiles.scale_rows_parallel, arrays, rows, arguments, source.numel())
     return _finished(target, x, out), torch.from_numpy(amax_bits.view(np.float32)).amax()
 
@@ -175,7 +178,7 @@ def pack(x_NK: Tensor, scheme: TensorScheme) -> PackedTensor:
     source = x_NK.detach().contiguous()
     if source.dtype == torch.float16:
         source = source.float()
-    number = formats.get(scheme.format)
+    number = formats.FORMATS[scheme.format]
     rows, columns = source.shape
     packed = _new((rows, -(-columns * number.bits // 8)), torch.uint8)
     scales, tensor_scale = _quantize_into(source, packed, scheme, gives_codes=True, wants_scales=True)
@@ -183,7 +186,7 @@ def pack(x_NK: Tensor, scheme: TensorScheme) -> PackedTensor:
         scheme=scheme,
         shape=(rows, columns),
         codes=packed,
-        scales=_stored(scales / 2.0**scheme.scaling.element_exponent, formats.get(scheme.scaling.scale_format)),
+        scales=_stored(scales / 2.0**scheme.scaling.element_exponent, formats.FORMATS[scheme.scaling.scale_format]),
         tensor_scale=tensor_scale,
     )
 
@@ -195,14 +198,14 @@ def unpack(packed: PackedTensor, dtype: torch.dtype = torch.float32, *, out: Ten
     rows, columns = packed.shape
     if rows * columns == 0 or dtype == torch.float16:
         return torch_backend.unpack(packed, dtype)
-    number = formats.get(packed.scheme.format)
+    number = formats.FORMATS[packed.scheme.format]
     scales = packed.scales.to(torch.float32) * 2.0**scaling.element_exponent
     if packed.tensor_scale is not None:
         scales = scales * packed.tensor_scale
     target = _new((rows, columns), dtype) if out is None else out
     size, block_rows = scaling.granularity.group_columns(columns), scaling.granularity.group_rows(rows)
     arrays = (packed.codes.numpy(), _array(target), scales.numpy())
-    arguments = (columns, size, block_rows, code_of(number), number.bits)
+    arguments = (columns, size, block_rows, _code(number.name), number.bits)
     _run_rows(packing.unpack_rows, packing.unpack_rows_parallel, arrays, rows, arguments, rows * columns)
     return target
 
@@ -217,15 +220,15 @@ def _quantize_into(
     scale."""
     scaling = scheme.scaling
     assert scaling is not None
-    number = formats.get(scheme.format)
+    number = formats.FORMATS[scheme.format]
     rows, columns = source.shape
     size = scaling.granularity.group_columns(columns)
-    if not _finds_scales_on_the_way(scaling, number, rows, columns):
+    if not _finds_scales_on_the_way(scheme, rows, columns):
         scales = _find_scales(source, scheme)
         _write_known(source, target, scales.effective[..., 0], scheme, gives_codes)
         return scales.scale[..., 0], scales.tensor_scale
     found = np.empty((rows, scaling.granularity.num_groups(columns)) if wants_scales else (0, 0), np.float32)
-    rule, grid = _rule_of(scaling, number, source), grid_of(number)
+    rule, grid = _rule_of(scheme, source), _grid(scheme.format)
     flat = (_array(source), target.numpy() if target.dtype == torch.uint8 else _array(target), found.reshape(-1))
     if target.dtype == torch.uint8:
         num_rows = rows
@@ -252,13 +255,31 @@ def _run_rows(
         run(one, *arrays, 0, num_rows, *arguments)
 
 
-def _finds_scales_on_the_way(scaling: Scaling, number: Format, rows: int, columns: int) -> bool:
+def _finds_scales_on_the_way(scheme: TensorScheme, rows: int, columns: int) -> bool:
     """Whether one read suffices: a group lies in one row, and kernels know the rule and how scales are stored."""
+    assert scheme.scaling is not None
+    if rows == 1 and scheme.scaling.granularity.group_columns(columns) > tiles.RUN_NUMBERS:
+        return False  # several threads find one amax sooner
+    return _has_rule(scheme)
+
+
+@cache
+def _has_rule(scheme: TensorScheme) -> bool:
+    scaling = scheme.scaling
+    assert scaling is not None
     if scaling.granularity.scope not in ("row", "group") or scaling.rule not in _KINDS:
         return False
-    if rows == 1 and scaling.granularity.group_columns(columns) > tiles.RUN_NUMBERS:
-        return False  # several threads find one amax sooner
-    return _store_of(scaling, formats.get(scaling.scale_format)) is not None
+    return _store_of(scaling, formats.FORMATS[scaling.scale_format]) is not None
+
+
+@cache
+def _grid(format: str, overflow: str = "saturate") -> Grid:
+    return grid_of(formats.FORMATS[format], overflow)
+
+
+@cache
+def _code(format: str) -> Code:
+    return code_of(formats.FORMATS[format])
 
 
 def _store_of(scaling: Scaling, number: Format) -> tuple[int, float, float, float] | None:
@@ -273,30 +294,39 @@ def _store_of(scaling: Scaling, number: Format) -> tuple[int, float, float, floa
     grid = grid_of(number)
     if isinstance(grid, WideGrid):
         return tiles.STORE_WIDE, float(grid.dropped_bits), float(grid.limit_bits), 0.0
-    return tiles.STORE_FLOAT, float(grid.shift), float(grid.emin_bits), float(grid.largest)
+    if isinstance(grid, FloatGrid):
+        return tiles.STORE_FLOAT, float(grid.shift), float(grid.emin_bits), float(grid.largest)
+    return None
 
 
-def _rule_of(scaling: Scaling, number: Format, source: Tensor) -> tiles.Rule:
-    """How the kernel finds scales."""
-    unit = 2.0**scaling.element_exponent
-    scale_number = formats.get(scaling.scale_format)
-    store = _store_of(scaling, scale_number)
+def _rule_of(scheme: TensorScheme, source: Tensor) -> tiles.Rule:
+    """How the kernel finds the scales of one matrix."""
+    rule, scaling = _rule_of_scheme(scheme), scheme.scaling
+    assert scaling is not None
+    if not scaling.tensor_scale:
+        return rule
+    peak = _finite_peak(source, scaling.granularity.group_columns(source.shape[1]))
+    limit = float(formats.FORMATS[scaling.scale_format].max) * rule.top
+    tensor_scale, inverse = tensor_scales(peak, limit)
+    return rule._replace(tensor_scale=float(tensor_scale), inv_tensor_scale=float(inverse))
+
+
+@cache
+def _rule_of_scheme(scheme: TensorScheme) -> tiles.Rule:
+    """How the kernel finds scales, save for the tensor scale."""
+    scaling, number = scheme.scaling, formats.FORMATS[scheme.format]
+    assert scaling is not None
+    store = _store_of(scaling, formats.FORMATS[scaling.scale_format])
     assert store is not None
-    tensor_scale, inverse = 1.0, 1.0
-    if scaling.tensor_scale:
-        peak = _finite_peak(source, scaling.granularity.group_columns(source.shape[1]))
-        tensor_scale, inverse = (
-            float(value) for value in tensor_scales(peak, float(scale_number.max * number.max * unit))
-        )
     is_exact = scaling.rule != "amax" and store[0] == tiles.STORE_RANGE and not scaling.tensor_scale
     return tiles.Rule(
         kind=_KINDS[scaling.rule],
         top=math.ldexp(number.max, scaling.element_exponent),
         emax=number.emax + scaling.element_exponent,
         margin=scaling.margin,
-        inv_tensor_scale=inverse,
-        tensor_scale=tensor_scale,
-        unit=unit,
+        inv_tensor_scale=1.0,
+        tensor_scale=1.0,
+        unit=2.0**scaling.element_exponent,
         method=SHORT_CODES if is_exact and _is_short(number) else CORRECTED,
         store=store[0],
         store_a=store[1],
@@ -351,21 +381,21 @@ def _finite_peak(source: Tensor, size: int) -> Tensor:
 def _write_known(source: Tensor, target: Tensor, scales_RG: Tensor, scheme: TensorScheme, gives_codes: bool) -> None:
     """Values, codes or bytes of a matrix under scales [R, G] that are known."""
     assert scheme.scaling is not None
-    number = formats.get(scheme.format)
+    number = formats.FORMATS[scheme.format]
     rows, columns = source.shape
     granularity = scheme.scaling.granularity
     size, block_rows = granularity.group_columns(columns), granularity.group_rows(rows)
     scales = scales_RG.contiguous().numpy()
     if target.dtype == torch.uint8:
         arrays: tuple[Any, ...] = (_array(source), target.numpy(), scales)
-        arguments = (columns, size, block_rows, grid_of(number), number.bits)
+        arguments = (columns, size, block_rows, _grid(number.name), number.bits)
         _run_rows(packing.pack_scaled_rows, packing.pack_scaled_rows_parallel, arrays, rows, arguments, source.numel())
         return
     if granularity.scope == "tensor":
         columns = size = _row_length(source.numel())
         rows = block_rows = source.numel() // columns
     arrays = (_array(source), _array(target), scales, _NO_AMAXES)
-    arguments = (columns, size, block_rows, grid_of(number), gives_codes)
+    arguments = (columns, size, block_rows, _grid(number.name), gives_codes)
     _run_rows(tiles.scale_rows, tiles.scale_rows_parallel, arrays, rows, arguments, source.numel())
 
 
