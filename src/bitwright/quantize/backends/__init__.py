@@ -12,7 +12,7 @@ which is shown to whoever asks why another one runs.
     round_values(x, number, *, rounding, overflow, seed, random_bits, out) -> Tensor
 
         Tensors of fp32, bf16 or fp16, any shape and strides, 0-d and empty ones too; a result in the dtype of x: the
-        value is found in fp32 and narrowed to nearest even. Numbers that fp32 does not hold (those of int32) are rounded
+        value is found in fp32 and narrowed to nearest even. Numbers that fp32 does not hold (wide integers) are rounded
         to it. Integers and codebooks never give −0. NaN becomes what the overflow rule puts in its place; where that is
         None (saturate and ieee into formats without NaN) it stays NaN: whoever stores codes refuses it, but whoever
         looks at values shall see it. Under stochastic rounding an element draws the word of its position in the
@@ -29,8 +29,9 @@ which is shown to whoever asks why another one runs.
             code  = format(x / unit), saturating; a unit of 0 divides like infinity, so that codes are ±0
             value = code · unit                                    zero_point: (code − zero point) · unit
                                                                    minimum: code · unit + minimum
-        A group with NaN or Inf is NaN all through (scale, offset, codes, values), and nobody else is the worse: a tensor
-        scale does not see it. Minima are never −0.
+
+        A group with NaN or Inf is NaN all through (scale, offset, codes, values), and nobody else is the worse: a
+        tensor scale does not see it. Minima are never −0.
 
     why_not_packed(scheme, dtype) -> str | None
     pack(x_NK, scheme) -> PackedTensor                  codes as bits, scales as stored (`quantize/pack.py`)

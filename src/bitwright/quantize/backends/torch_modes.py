@@ -29,6 +29,7 @@ from bitwright.formats import (
     FloatFormat,
     Format,
     IntFormat,
+    RoundingMode,
     overflow_values,
 )
 from bitwright.formats.round import MAX_RANDOM_BITS
@@ -72,16 +73,26 @@ def round_fp32(
     """
     if overflow not in OVERFLOWS:
         raise UnknownName(_unknown("overflow rule", overflow, list(OVERFLOWS)))
-    if rounding not in ROUNDINGS:
-        raise UnknownName(_unknown("rounding", rounding, list(ROUNDINGS)))
+    step_up = partial(_step_up, known_rounding(rounding), x, seed, random_bits, index)
     # an unsigned format sees magnitudes; what the sign means is a matter of the overflow rule
     seen = x.abs() if isinstance(number, FloatFormat) and not number.signed else x
     if rounding == "nearest_even" and has_fp32_grid(number):
         rounded = _saturated(seen, number)
         overflows = _is_beyond(seen, number) if overflow_values(number, overflow).beyond != number.max else None
     else:
-        rounded, overflows = _round_fp64(x, number, _step_up(rounding, x, seed, random_bits, index))
+        rounded, overflows = _round_fp64(x, number, step_up())
     return _replace_specials(x, rounded, overflows, number, overflow) if isinstance(number, FloatFormat) else rounded
+
+
+def known_rounding(name: str) -> RoundingMode:
+    """The rounding of that name.
+
+    Raises:
+        UnknownName: there is none; the message names those that exist.
+    """
+    if name not in ROUNDINGS:
+        raise UnknownName(_unknown("rounding", name, list(ROUNDINGS)))
+    return ROUNDINGS[name]
 
 
 def _unknown(kind: str, name: str, known: list[str]) -> str:
@@ -149,9 +160,9 @@ def _lost_nan(number: FloatFormat, value: float) -> float:
 # --- in fp64 ----------------------------------------------------------------------------------------------------------
 
 
-def _step_up(rounding: str, x: Tensor, seed: int, random_bits: int, index: Tensor | None) -> StepUp:
-    if not ROUNDINGS[rounding].needs_seed:
-        return _MODES[rounding]
+def _step_up(rounding: RoundingMode, x: Tensor, seed: int, random_bits: int, index: Tensor | None) -> StepUp:
+    if not rounding.needs_seed:
+        return _MODES[rounding.name]
     if not 0 <= seed < 1 << 64:
         raise FormatError(f"seed {seed} is not in [0, 2**64), the keys of the random bits; choose another one")
     if not 1 <= random_bits <= MAX_RANDOM_BITS:
