@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check.py as far as it goes without a GPU: its dry run, its refusal, and that it notices differences."""
+"""benchmarks/gpu_check.py as far as it goes without a GPU: its dry run, its refusal, and that it sees differences."""
 
 from __future__ import annotations
 

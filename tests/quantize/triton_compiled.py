@@ -1,163 +1,168 @@
 """What Triton's compiler makes of the kernels for an NVIDIA GPU (compute capability 9.0): PTX, read without a GPU.
 
-Collected by test_triton.py in a process of its own, where kernels are not interpreted. Instructions: PTX ISA.
+The backend is called as usual; where it would launch a kernel, the kernel is compiled, up to machine code. Collected by
+test_triton.py in a process of its own, where kernels are not interpreted. Instructions: PTX ISA.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
+import torch
+import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 
 from bitwright import formats
-from bitwright.quantize.backends.triton import packing, rounding, scaling
-from bitwright.quantize.backends.triton.grids import grid_of, overflow_of, rule_of
-from bitwright.quantize.granularity import group
-from bitwright.quantize.scheme import Scaling
-
-H100 = GPUTarget("cuda", 90, 32)
-NUM_THREADS = 128
-BYTES_OF = {"*fp32": 4, "*fp16": 2, "*i16": 2}
+from bitwright.quantize import SCHEMES, Scaling, TensorScheme
+from bitwright.quantize.backends import triton as backend
+from bitwright.quantize.backends.triton import rounding
+from bitwright.quantize.granularity import TENSOR, group
 
 
-def ptx_of(kernel: object, pointers: dict[str, str | None], **constants: object) -> str:
-    """The PTX of a kernel for aligned pointers (None: not given) and sizes that 16 divides."""
-    names = kernel.arg_names  # type: ignore[attr-defined]
-    constants |= {name: None for name, kind in pointers.items() if kind is None}
-    signature = {name: "constexpr" if name in constants else pointers.get(name) or "i32" for name in names}
-    source = ASTSource(
-        kernel,
-        signature | ({"seed": "u64"} if "seed" in names else {}),
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (names.index(name),): [["tt.divisibility", 16]]
-            for name, kind in signature.items()
-            if kind and (kind[0] == "*" or name in ("size", "columns"))
-        },
-    )
-    return str(compile(source, target=H100, options={"enable_fp_fusion": False}).asm["ptx"])
+class NoDriver:
+    """The driver of a GPU that is compiled for and not there."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
-def raise_if_inexact(ptx: str) -> None:
-    """Refuse flushed subnormals, contracted products, and approximations."""
-    found = re.findall(r"\S*\.ftz\S*|\bfma\.\S*|\b(?:div|rcp|sqrt)\.(?:full|approx)\S*|\bmad\.\S*f32", ptx)
-    assert not found, sorted(set(found))
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One kernel that a call would have launched."""
+
+    name: str
+    ptx: str
+    num_warps: int
+
+    def vector_bytes(self, direction: str) -> int:
+        """Bytes that a program moves ("ld", "st") by instructions of 16 bytes a thread."""
+        return len(re.findall(rf"\b{direction}\.global\.v4\.b32", self.ptx)) * 16 * 32 * self.num_warps
+
+    def raise_if_inexact(self) -> None:
+        """Refuse flushed subnormals, contracted products, and approximations."""
+        inexact = r"\S*\.ftz\S*|\bfma\.\S*|\b(?:div|rcp|sqrt)\.(?:full|approx)\S*|\bmad\.\S*f32"
+        found = sorted(set(re.findall(inexact, self.ptx)))
+        assert not found, (self.name, found)
 
 
-def vector_bytes(ptx: str, direction: str) -> int:
-    """Bytes that a program moves by instructions of 16 bytes a thread."""
-    return len(re.findall(rf"{direction}\.global\.v4\.b32", ptx)) * 16 * NUM_THREADS
+Compile = Callable[[Callable[[], object]], list[Compiled]]
 
 
-@pytest.mark.parametrize(
-    ("name", "mode", "pointer"),
-    [
-        *((name, "nearest_even", "*fp32") for name in ("bf16", "fp8_e4m3", "e8m0", "int4", "nf4")),
-        ("fp4_e2m1", "nearest_even", "*fp16"),
-        ("fp16", "nearest_away", "*i16"),
-        ("fp8_e5m2", "stochastic", "*i16"),
-        ("nf4", "stochastic", "*fp32"),
-    ],
-)
-def test_rounding_is_exact_arithmetic(name: str, mode: str, pointer: str) -> None:
-    number = formats.get(name)
-    ptx = ptx_of(
-        rounding.round_kernel,
-        {"x_pointer": pointer, "out_pointer": pointer, "table": "*fp32" if name == "nf4" else None},
-        grid=grid_of(number),
-        overflow=overflow_of(number, "ieee"),
-        mode=mode,
-        random_bits=32,
-        BLOCK=1024,
-    )
-    raise_if_inexact(ptx)
-    assert ("f64" in ptx) == (name == "nf4" and mode == "stochastic")
-    assert vector_bytes(ptx, "ld") == vector_bytes(ptx, "st") == 1024 * BYTES_OF[pointer]
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Compile:
+    """``compiled(call)`` → the kernels that the call would have launched, all of them exact."""
+    found: list[Compiled] = []
 
+    def compile_instead(
+        kernel: Any, num_programs: int, arguments: tuple, constants: tuple, x: object, num_warps: int = 4
+    ) -> None:
+        settings = {"grid": (num_programs,), "num_warps": num_warps, "enable_fp_fusion": False}
+        ptx = kernel.warmup(*arguments, *constants, **settings).asm["ptx"]
+        found.append(Compiled(kernel.fn.__name__, ptx, num_warps))
 
-SCHEMES = [
-    ("fp8_e4m3", Scaling(granularity=group(32), scale_format="e8m0", rule="ocp_floor")),
-    ("fp8_e5m2", Scaling(granularity=group(32), scale_format="e8m0", rule="round_up")),
-    ("fp4_e2m1", Scaling(granularity=group(16), scale_format="fp8_e4m3", tensor_scale=True)),
-    ("int4", Scaling(granularity=group(128), scale_format="fp16")),
-    ("nf4", Scaling(granularity=group(64), scale_format="bf16")),
-    ("fp6_e3m2", Scaling(granularity=group(32), scale_format="fp32", rule="power_of_two")),
-]
+    def run(call: Callable[[], object]) -> list[Compiled]:
+        found.clear()
+        call()
+        for kernel in found:
+            kernel.raise_if_inexact()
+        return list(found)
+
+    monkeypatch.setattr(backend, "_launch", compile_instead)
+    monkeypatch.setattr(rounding, "RUNS_ON_CPU", True)
+    triton.runtime.driver.set_active(NoDriver())  # for as long as the process lasts
+    return run
 
 
 @pytest.mark.parametrize(
-    ("scheme", "gives"),
+    ("name", "mode", "dtype"),
     [
-        *((scheme, "values") for scheme in range(len(SCHEMES))),
-        (0, "codes"),
-        (4, "codes"),
-        (3, "code values"),
-        (2, "peak"),
+        *((name, "nearest_even", torch.float32) for name in ("bf16", "fp8_e4m3", "e8m0", "int4", "nf4")),
+        ("fp4_e2m1", "nearest_even", torch.float16),
+        ("fp16", "nearest_away", torch.bfloat16),
+        ("fp8_e5m2", "stochastic", torch.bfloat16),
+        ("nf4", "stochastic", torch.float32),
     ],
 )
-def test_groups_are_read_once_and_written_once(scheme: int, gives: str) -> None:
-    name, scaling_ = SCHEMES[scheme]
-    number, scale_number = formats.get(name), formats.get(scaling_.scale_format)
-    size = scaling_.granularity.group_size
-    ptx = ptx_of(
-        scaling.groups_kernel,
-        {
-            "x_pointer": "*i16",
-            "out_pointer": {"values": "*i16", "codes": "*u8", "code values": "*fp32", "peak": None}[gives],
-            "scales_pointer": "*fp32" if gives.startswith("code") else None,
-            "tensor_peak_pointer": "*i32" if scaling_.tensor_scale else None,
-            "table": "*fp32" if name == "nf4" else None,
-        },
-        block_rows=1,
-        width=size,
-        rule=rule_of(number, scaling_, scale_number.max),
-        grid=grid_of(number),
-        overflow=overflow_of(number, "saturate"),
-        scale_grid=grid_of(scale_number),
-        scale_overflow=overflow_of(scale_number, "saturate"),
-        gives=gives,
-        GROUPS=4096 // size,
-        BLOCK=size,
-    )
-    raise_if_inexact(ptx)
-    assert vector_bytes(ptx, "ld") == 4096 * 2
-    if gives == "values":
-        assert vector_bytes(ptx, "st") == 4096 * 2
+def test_rounding_reads_once_and_writes_once(compiled: Compile, name: str, mode: str, dtype: torch.dtype) -> None:
+    x = torch.zeros(4096, dtype=dtype)
+    (kernel,) = compiled(lambda: backend.round_values(x, formats.get(name), rounding=mode, overflow="ieee"))
+    assert kernel.vector_bytes("ld") == kernel.vector_bytes("st") == 1024 * x.element_size()
+    assert ("f64" in kernel.ptx) == (name == "nf4" and mode == "stochastic")
 
 
-def test_long_groups_and_packing_compile() -> None:
-    number, scale_number = formats.get("fp4_e2m1"), formats.get("fp8_e4m3")
-    rule = rule_of(number, SCHEMES[2][1], scale_number.max)
-    place = {"block_rows": 1, "width": 0, "BLOCK": 4096}
-    peaks = ptx_of(scaling.peaks_kernel, {"x_pointer": "*fp32", "peaks_pointer": "*i32"}, **place)
-    assert "atom" in peaks or "red." in peaks
-    pointers: dict[str, str | None] = {"x_pointer": "*fp32", "out_pointer": "*fp32", "scales_pointer": "*fp32"}
-    pieces = ptx_of(
-        scaling.pieces_kernel,
-        pointers | {"tensor_peak_pointer": "*i32", "peaks_pointer": "*i32", "table": None},
-        rule=rule,
-        grid=grid_of(number),
-        overflow=overflow_of(number, "saturate"),
-        scale_grid=grid_of(scale_number),
-        scale_overflow=overflow_of(scale_number, "saturate"),
-        gives="values",
-        **place,
-    )
-    raise_if_inexact(pieces)
-    tensor = {"tensor_peak_pointer": "*i32", "tensor_scale_pointer": "*fp32"}
-    raise_if_inexact(ptx_of(scaling.tensor_scale_kernel, tensor, rule=rule))
-    for bits in (4, 6):
-        ptx_of(packing.pack_kernel, {"codes_pointer": "*u8", "bytes_pointer": "*u8"}, bits=bits, ROWS=4, BLOCK=1024)
-        unpacked = ptx_of(
-            packing.unpack_kernel,
-            {"bytes_pointer": "*u8", "values_pointer": "*fp32", "out_pointer": "*i16"}
-            | {"scales_pointer": "*fp32", "tensor_scale_pointer": "*fp32"},
-            bits=bits,
-            block_rows=1,
-            width=32,
-            ROWS=4,
-            BLOCK=1024,
-        )
-        raise_if_inexact(unpacked)
+def test_another_seed_is_no_other_kernel(compiled: Compile) -> None:
+    x, number = torch.zeros(64), formats.get("fp8_e4m3")
+    seeds = (0, 1, 16, 77)
+    kernels = [
+        compiled(lambda s=seed: backend.round_values(x, number, rounding="stochastic", seed=s)) for seed in seeds
+    ]
+    assert len({kernel.ptx for (kernel,) in kernels}) == 1
+
+
+#: Scheme, elements that a program of its kernel works on.
+FUSED = {
+    "mxfp8": 4096,
+    "mxint8": 4096,
+    "int4_g128": 4096,
+    "nf4_g64": 4096,
+    "fp8_w": 4096,
+    "fp8_block": 16384,
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_groups_are_read_once_and_written_once(compiled: Compile, name: str) -> None:
+    scheme = SCHEMES[name].weights
+    assert scheme is not None
+    x = torch.zeros(256, 2048, dtype=torch.bfloat16)
+    (kernel,) = compiled(lambda: backend.fake_quantize(x, scheme))
+    assert kernel.name == "groups_kernel"
+    assert kernel.vector_bytes("ld") == kernel.vector_bytes("st") == 2 * FUSED[name]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape", "names"),
+    [
+        (SCHEMES["nvfp4"].weights, (64, 256), ["groups_kernel", "tensor_scale_kernel", "groups_kernel"]),
+        (SCHEMES["fp8_w"].weights, (2, 40000), ["peaks_kernel", "pieces_kernel"]),
+        (
+            TensorScheme(
+                format="int8", scaling=Scaling(granularity=TENSOR, scale_format="fp8_e4m3", tensor_scale=True)
+            ),
+            (50, 300),
+            ["peaks_kernel", "tensor_scale_kernel", "pieces_kernel"],
+        ),
+        (
+            TensorScheme(
+                format="fp6_e3m2",
+                scaling=Scaling(granularity=group(24), scale_format="e8m0", rule="power_of_two", margin=1),
+            ),
+            (5, 70),
+            ["groups_kernel"],
+        ),
+    ],
+)
+def test_what_is_launched(compiled: Compile, scheme: TensorScheme, shape: tuple[int, int], names: list[str]) -> None:
+    x = torch.zeros(shape)
+    assert [kernel.name for kernel in compiled(lambda: backend.fake_quantize(x, scheme))] == names
+    assert [kernel.name for kernel in compiled(lambda: backend.quantize(x, scheme))] == names
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "fp6_w", "fp8_w"])
+def test_packing_compiles(compiled: Compile, name: str) -> None:
+    scheme = SCHEMES[name].weights
+    assert scheme is not None
+    number = formats.get(scheme.format)
+    kernels = compiled(lambda: backend.unpack(backend.pack(torch.zeros(3, 70), scheme), torch.bfloat16))
+    packing = [] if number.bits == 8 else ["pack_kernel"]
+    assert [kernel.name for kernel in kernels] == ["groups_kernel", *packing, "unpack_kernel"]

@@ -229,7 +229,8 @@ def round_fp32(
         return to_float(round_bits(to_bits(x), random, grid, overflow, mode, random_bits))
 
 
-@triton.jit
+# another seed is no other kernel
+@triton.jit(do_not_specialize=["seed"])
 def round_kernel(
     x_pointer,
     out_pointer,
