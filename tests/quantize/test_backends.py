@@ -21,8 +21,10 @@ from stratified import quiet, stratified_inputs
 from torch import Tensor
 
 from bitwright import formats
-from bitwright.formats import BlockFormat, Format
+from bitwright.formats import BlockFormat, CodebookFormat, FloatFormat, Format, IntFormat
+from bitwright.formats.decode import value_table
 from bitwright.formats.philox import philox4x32
+from bitwright.formats.types import IEEE_SPECIALS, NO_SPECIALS, SIGN_NAN_SPECIALS, TOP_NAN_SPECIALS
 from bitwright.quantize import PackedTensor, QTensor, Scaling, TensorScheme, group
 from bitwright.quantize.backends import reference
 from bitwright.quantize.backends.torch_philox import random_words
@@ -163,6 +165,81 @@ def test_any_shape_any_strides_and_out(backend: Backend, name: str, rounding: st
     out = torch.empty_like(x)
     assert backend.module.round_values(x, number, rounding=rounding, seed=3, out=out) is out and same_bits(out, found)
     assert backend.module.round_values(x, number, rounding=rounding, seed=3, out=x) is x and same_bits(x, found)
+
+
+def own_float(exponent_bits: int, fraction_bits: int, bias: int, **facts: Any) -> FloatFormat:
+    return FloatFormat(
+        name=f"e{exponent_bits}m{fraction_bits} bias {bias}",
+        exponent_bits=exponent_bits,
+        fraction_bits=fraction_bits,
+        bias=bias,
+        source="a format of one's own",
+        **{"specials": NO_SPECIALS, **facts},
+    )
+
+
+#: What a file of formats may bring: beyond the range of fp32, finer than its subnormals, unsigned, without zero …
+OWN_FORMATS: tuple[Format, ...] = (
+    own_float(9, 3, 255, specials=IEEE_SPECIALS),
+    own_float(8, 3, 140),
+    own_float(8, 23, 140, specials=TOP_NAN_SPECIALS),
+    own_float(5, 26, 15, specials=IEEE_SPECIALS),
+    own_float(8, 24, 127, specials=SIGN_NAN_SPECIALS),
+    own_float(8, 22, 127, specials=IEEE_SPECIALS),
+    own_float(3, 0, 3),
+    own_float(5, 3, 15, signed=False),
+    own_float(5, 2, 15, signed=False, specials=IEEE_SPECIALS),
+    own_float(4, 2, 3, signed=False, has_zero=False),
+    *(
+        IntFormat(name=f"{bits} bits, signed {signed}", bits=bits, signed=signed, source="a format of one's own")
+        for bits, signed in ((1, False), (24, True), (32, True), (32, False))
+    ),
+    *(
+        CodebookFormat(name=str(values), bits=2, values=values, source="a format of one's own")
+        for values in (
+            (1.0, -1.0, 3.0, -3.0),
+            (0.0, 2.0**-149, 2.0**127, -(2.0**127)),
+            (5.0, 1.0, 2.0, 2.0 + 2.0**-22),
+        )
+    ),
+)
+
+
+@cache
+def expected_own(number: Format, rounding: str, overflow: str) -> Tensor:
+    return reference.round_values(own_inputs(number), number, rounding=rounding, overflow=overflow, seed=9)
+
+
+@cache
+def own_inputs(number: Format) -> Tensor:
+    """Every exponent of fp32, and around numbers of the format where those are few."""
+    rng = np.random.default_rng(3)
+    x = [rng.integers(0, 1 << 32, 6000, dtype=np.uint64).astype(np.uint32).view(np.float32)]
+    x += [np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3.4028235e38, -3.4028235e38], dtype=np.float32)]
+    x += [np.arange(-40, 40, dtype=np.float32) / 4]
+    if number.bits <= 12:
+        values = value_table(number)
+        values = np.unique(values[np.isfinite(values)])
+        with np.errstate(all="ignore"):
+            points = np.concatenate([values, values[:-1] / 2 + values[1:] / 2, values * 1.5]).astype(np.float32)
+            x += [points, *(np.nextafter(points, np.float32(side)) for side in (-np.inf, np.inf))]
+    return torch.from_numpy(quiet(np.concatenate(x)))
+
+
+@JUDGED
+@pytest.mark.parametrize("number", OWN_FORMATS, ids=lambda number: number.name)
+def test_formats_of_ones_own_agree_with_the_reference(backend: Backend, number: Format) -> None:
+    reason = None
+    for rounding in formats.ROUNDINGS:
+        for overflow in ("saturate", "ieee", "torch"):
+            refused = backend.module.why_not_round(number, torch.float32, rounding, overflow)
+            if refused is not None:
+                reason = refused
+                continue
+            x = own_inputs(number)
+            found = backend.module.round_values(x, number, rounding=rounding, overflow=overflow, seed=9)
+            assert same_bits(found, expected_own(number, rounding, overflow)), (rounding, overflow)
+    skip_if(reason)
 
 
 @JUDGED

@@ -70,6 +70,8 @@ def has_fp32_grid(number: Format) -> bool:
     """Whether `round_to_format` is exact: the format's numbers, and the steps between them, are exact in fp32."""
     if not isinstance(number, FloatFormat) or holds_all_fp32(number):
         return True
+    if number.signed and not number.has_zero:
+        return False
     smallest_step = number.emin - number.fraction_bits
     return number.fraction_bits <= 22 and number.emin >= -127 and smallest_step >= -149 and number.max <= _LARGEST_FP32
 
