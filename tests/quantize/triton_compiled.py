@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from bitwright import formats
 from bitwright.quantize import SCHEMES, Scaling, TensorScheme
 from bitwright.quantize.backends import triton as backend
-from bitwright.quantize.backends.triton import rounding
+from bitwright.quantize.backends.triton import launch, rounding
 from bitwright.quantize.granularity import TENSOR, group
 
 
@@ -77,7 +77,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compile:
             kernel.raise_if_inexact()
         return list(found)
 
-    monkeypatch.setattr(backend, "_launch", compile_instead)
+    monkeypatch.setattr(launch, "run", compile_instead)
     monkeypatch.setattr(rounding, "RUNS_ON_CPU", True)
     triton.runtime.driver.set_active(NoDriver())  # for as long as the process lasts
     return run

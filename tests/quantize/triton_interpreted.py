@@ -21,6 +21,7 @@ from bitwright.formats.blocks import encode_blocks, round_blocks
 from bitwright.formats.decode import decode_codes
 from bitwright.formats.types import NO_SPECIALS
 from bitwright.quantize.backends import triton as backend
+from bitwright.quantize.backends.triton import launch
 from bitwright.quantize.granularity import ROW, TENSOR, Granularity, block, group
 from bitwright.quantize.pack import pack_codes
 from bitwright.quantize.scheme import Scaling, TensorScheme
@@ -290,8 +291,8 @@ def test_groups_that_are_read_twice_give_the_same(name: str, monkeypatch: pytest
     assert scheme.scaling is not None
     x = matrix(7, 90, scheme.scaling.granularity.group_size or 90)
     expected = reference_values(x, scheme)
-    monkeypatch.setattr(backend, "LARGEST_GROUP", 8)
-    monkeypatch.setattr(backend, "BLOCK", 32)
+    monkeypatch.setattr(launch, "LARGEST_GROUP", 8)
+    monkeypatch.setattr(launch, "BLOCK", 32)
     assert_same(backend.quantize(x, scheme).dequantize(), expected, x)
     if scheme.scaling.tensor_scale:
         assert_same(backend.fake_quantize(x, scheme), expected, x)

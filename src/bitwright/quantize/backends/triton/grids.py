@@ -78,6 +78,9 @@ class Rule(NamedTuple):
     element_exponent: int
     #: Largest block scale times `largest` with two levels, 0 with one.
     tensor_limit: float
+    #: Every scale is a power of two, and so is its reciprocal: a product is the quotient. With an exponent of the
+    #: elements there are two products, which agree where codes are no tiny numbers: integers.
+    divides_by_product: bool
 
 
 def bits_of(value: float) -> int:
@@ -168,7 +171,7 @@ def _nan_bits(number: Format, nan: float | None) -> int:
     return NAN_BITS if nan is None else bits_of(nan)
 
 
-def rule_of(number: Format, scaling: Scaling, largest_scale: float) -> Rule:
+def rule_of(number: Format, scaling: Scaling, scale_number: Format) -> Rule:
     """Return the scale rule of a scheme."""
     largest = math.ldexp(number.max, scaling.element_exponent)
     return Rule(
@@ -177,7 +180,15 @@ def rule_of(number: Format, scaling: Scaling, largest_scale: float) -> Rule:
         emax=number.emax + scaling.element_exponent,
         margin=scaling.margin,
         element_exponent=scaling.element_exponent,
-        tensor_limit=largest_scale * largest if scaling.tensor_scale else 0.0,
+        tensor_limit=scale_number.max * largest if scaling.tensor_scale else 0.0,
+        divides_by_product=(
+            isinstance(scale_number, FloatFormat)
+            and scale_number.fraction_bits == 0
+            and not scale_number.has_zero
+            and scale_number.emin >= -127
+            and not scaling.tensor_scale
+            and (scaling.element_exponent == 0 or isinstance(number, IntFormat))
+        ),
     )
 
 

@@ -107,11 +107,28 @@ def code_of(x, table, grid: tl.constexpr, overflow: tl.constexpr):
 
 @triton.jit
 def _write(
-    out, scale, multiplier, x, offset, mask, table, grid: tl.constexpr, overflow: tl.constexpr, gives: tl.constexpr
+    out,
+    multiplier,
+    x,
+    offset,
+    mask,
+    table,
+    rule: tl.constexpr,
+    grid: tl.constexpr,
+    overflow: tl.constexpr,
+    gives: tl.constexpr,
 ):
     """Numbers of groups under the scales `multiplier` (of the shape of x, or broadcast to it)."""
-    divisor = tl.where(multiplier == 0, float("inf"), multiplier)
-    quotient = tl.math.div_rn(x, tl.broadcast_to(divisor, x.shape))
+    if rule.divides_by_product:
+        # by the stored scale, whose reciprocal fp32 holds, then by the power of two of the elements; where the first
+        # product is subnormal the number is far below half the smallest code
+        unit = _power_of_two(tl.full(multiplier.shape, rule.element_exponent, tl.int32))
+        quotient = x * tl.math.div_rn(unit, multiplier)
+        if rule.element_exponent != 0:
+            quotient *= _power_of_two(tl.full(x.shape, -rule.element_exponent, tl.int32))
+    else:
+        divisor = tl.where(multiplier == 0, float("inf"), multiplier)
+        quotient = tl.math.div_rn(x, tl.broadcast_to(divisor, x.shape))
     if gives == "codes":
         code = code_of(quotient, table, grid, overflow)
         tl.store(out + offset, code.to(out.dtype.element_ty), mask=mask)
@@ -181,7 +198,7 @@ def groups_kernel(
         if scales_pointer is not None:
             tl.store(scales_pointer + group, scale, mask=group < num_groups)
         multiplier = scale * tensor_scale if rule.tensor_limit > 0 else scale
-        _write(out_pointer, scale, multiplier[:, None], x, offset, mask, table, grid, overflow, gives)
+        _write(out_pointer, multiplier[:, None], x, offset, mask, table, rule, grid, overflow, gives)
 
 
 @triton.jit
@@ -243,7 +260,7 @@ def pieces_kernel(
     if scales_pointer is not None:
         tl.store(scales_pointer + group + lane, scale, mask=(piece + lane) == 0)
     multiplier = scale * tensor_scale if rule.tensor_limit > 0 else scale
-    _write(out_pointer, scale, multiplier, x, offset, mask, table, grid, overflow, gives)
+    _write(out_pointer, multiplier, x, offset, mask, table, rule, grid, overflow, gives)
 
 
 @triton.jit
