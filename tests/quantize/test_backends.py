@@ -28,8 +28,18 @@ from bitwright.formats.types import IEEE_SPECIALS, NO_SPECIALS, SIGN_NAN_SPECIAL
 from bitwright.quantize import PackedTensor, QTensor, Scaling, TensorScheme, group
 from bitwright.quantize.backends import reference
 from bitwright.quantize.backends.torch_philox import random_words
+from bitwright.quantize.pack import stored_dtype
 
 SCALED = scaled_schemes()
+#: What kernels leave to torch: offsets, and scales in a format that torch has no dtype for.
+SCHEMES_OF_KERNELS = [
+    name
+    for name, scheme in SCALED.items()
+    if scheme.scaling is not None
+    and scheme.scaling.symmetry == "symmetric"
+    and stored_dtype(formats.FORMATS[scheme.scaling.scale_format]) is not None
+    and formats.FORMATS[scheme.format].bits <= 8
+]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -51,6 +61,11 @@ class Backend:
 BACKENDS = (
     Backend(name="reference"),
     Backend(name="torch"),
+    Backend(
+        name="cpu",
+        format_names=frozenset(formats.names()) - {"fp32", "fp64", "e8m0", "nf4"},
+        schemes=frozenset(SCHEMES_OF_KERNELS),
+    ),
 )
 
 EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)

@@ -111,9 +111,10 @@ def optimize_command(
             raise SchemeError(f"--schemes {schemes!r} names no scheme; list them with: bitwright schemes")
         options["schemes"] = names
     # Heavy (torch): after everything that can be refused without it.
+    from bitwright.quantize.backends.cpu.announce import announcing
     from bitwright.search.optimize import optimize
 
-    with Bars() as bars:
+    with Bars() as bars, announcing(bars.waiting):
         plan: Plan = optimize(
             model,
             budget=budget,

@@ -33,9 +33,10 @@ def verify_command(
     Exit code 3: a quality limit of the plan's budget is missed in this measurement.
     """
     loaded = load_plan(plan)
+    from bitwright.quantize.backends.cpu.announce import announcing
     from bitwright.search.optimize import verify
 
-    with Bars() as bars:
+    with Bars() as bars, announcing(bars.waiting):
         measured: Measured = verify(loaded, model=model, evaluation=evaluation, tokens=tokens, progress=bars)
     missed = missed_limits(loaded, measured)
     if json:

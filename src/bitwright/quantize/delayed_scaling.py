@@ -32,8 +32,8 @@ from torch import Tensor
 
 from bitwright import formats
 from bitwright.errors import SchemeError
-from bitwright.quantize.backends.torch_rounding import round_to_format
 from bitwright.quantize.scaling import exact_power_of_two, floor_log2, quotient
+from bitwright.quantize.select import select_delayed
 
 AmaxChoice = Literal["max", "most_recent"]
 _LARGEST_FP32 = torch.finfo(torch.float32).max
@@ -94,11 +94,16 @@ class DelayedScaling:
         self.history[0, index] = torch.maximum(self.history[0, index], amax.detach())
 
     def fake_quantize(self, x: Tensor, index: int = 0) -> Tensor:
-        """Values of fp32 `x` under the scale that is known now, and its amax recorded for the next ones."""
-        if x.numel():
-            self.record(x.abs().amax(), index)
-        inv_scale = self.inv_scale[index]
-        return round_to_format(x * inv_scale, self.number) * (1 / inv_scale)
+        """Values of `x` under the scale that is known now, and its amax recorded for the next ones, from one read.
+
+        Args:
+            x: fp32, bf16 or fp16, any shape; values come back in its dtype.
+            index: which of the tensors `x` is.
+        """
+        backend = select_delayed(self.number.name, x.device.type, x.dtype).module
+        values, amax = backend.scale_with_amax(x, self.number, self.inv_scale[index])
+        self.record(amax, index)
+        return values
 
     def update(self) -> None:
         """End a step: exchange amaxes, set the scales, move the history up."""

@@ -115,6 +115,18 @@ def select_packing(
     return _first(device_type, lambda backend: backend.why_not_packed(scheme, dtype), rounding)
 
 
+@cache
+def select_delayed(format: str, device_type: str, dtype: torch.dtype) -> Selection:
+    """Return the backend that quantises under a scale that is known, and finds amax on the way.
+
+    Raises:
+        SchemeError: no backend can, since tensors are fp32, bf16 or fp16.
+        UnknownName: no such format.
+    """
+    number = formats.FORMATS[format]
+    return _first(device_type, lambda backend: backend.why_not_delayed(number, dtype))
+
+
 def _first(device_type: str, why_not: Callable[[Any], str | None], rounding: str = "nearest_even") -> Selection:
     passed_over: list[str] = []
     for candidate in BACKENDS:

@@ -120,6 +120,20 @@ def quantize(
     )
 
 
+def why_not_delayed(number: Format, dtype: torch.dtype) -> str | None:
+    """Return why this backend does not scale by what is known, or None if it does: every format."""
+    return None if dtype in DTYPES else f"tensors are fp32, bf16 or fp16, not {dtype}"
+
+
+def scale_with_amax(
+    x: Tensor, number: Format, inv_scale: Tensor, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Values ``format(x · inv_scale) / inv_scale`` in the dtype of `x`, and max |x|, fp32 0-d; see `backends`."""
+    wide = x.float()
+    values = round_fp32(wide * inv_scale, number) * (1 / inv_scale)
+    return _finished(values, x, out), wide.abs().amax() if x.numel() else wide.new_zeros(())
+
+
 def pack(x_NK: Tensor, scheme: TensorScheme, *, rounding: str = "nearest_even", seed: int = 0) -> PackedTensor:
     """Codes as bits and scales as stored of a matrix; `scheme` has a scaling."""
     return pack_codes(quantize(x_NK, scheme, rounding=rounding, seed=seed))

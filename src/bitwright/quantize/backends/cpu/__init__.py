@@ -1,6 +1,7 @@
 """Quantisation on the CPU at the speed of memory: Numba kernels behind the interface of `backends`.
 
-    elementwise   numbers by themselves
+    elementwise   numbers by themselves, to nearest even
+    modes         the same in every rounding mode
     tiles         groups under a scale: found on the way, or known
     packing       codes as bits, and back
     steps, rounding, lanes    what those are made of: blocks of numbers as LLVM vectors
@@ -27,7 +28,7 @@ from torch import Tensor
 from bitwright import formats
 from bitwright.formats import CodebookFormat, FloatFormat, Format, IntFormat
 from bitwright.quantize.backends import torch as torch_backend
-from bitwright.quantize.backends.cpu import elementwise, packing, tiles
+from bitwright.quantize.backends.cpu import elementwise, modes, packing, tiles
 from bitwright.quantize.backends.cpu.announce import run
 from bitwright.quantize.backends.cpu.grids import (
     Code,
@@ -40,6 +41,7 @@ from bitwright.quantize.backends.cpu.grids import (
     why_no_code,
     why_no_grid,
 )
+from bitwright.quantize.backends.cpu.modes import MODES, why_no_mode
 from bitwright.quantize.backends.cpu.steps import CORRECTED, SHORT_CODES
 from bitwright.quantize.granularity import to_groups
 from bitwright.quantize.pack import PackedTensor, stored_dtype
@@ -61,7 +63,6 @@ _KINDS = {
 }
 _ONE_AT_A_TIME = threading.Lock()
 _LARGEST_FP32 = float(np.finfo(np.float32).max)
-_NO_AMAXES = np.empty(0, np.uint32)
 
 
 # --- what there is ----------------------------------------------------------------------------------------------------
@@ -71,9 +72,8 @@ def why_not_round(number: Format, dtype: torch.dtype, rounding: str, overflow: s
     """Return why there is no kernel that rounds to `number`, or None if there is one."""
     if dtype not in _ARRAY_DTYPES:
         return f"CPU kernels take fp32, bf16 and fp16, not {dtype}"
-    if rounding != "nearest_even":
-        return f"CPU kernels round to nearest even only, not {rounding}"
-    return why_no_grid(number, overflow)
+    reason = why_no_mode(number)
+    return why_no_grid(number, overflow) if rounding == "nearest_even" and reason is not None else reason
 
 
 def why_not_scaled(scheme: TensorScheme, dtype: torch.dtype) -> str | None:
@@ -105,7 +105,9 @@ def round_values(
     random_bits: int = 32,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Round to a format, ties to even; `why_not_round` must have said None. Arguments: see `backends`."""
+    """Round to a format; `why_not_round` must have said None. Arguments: see `backends`."""
+    if rounding != "nearest_even" or why_no_grid(number, overflow) is not None:
+        return _round_by_mode(x, number, modes.mode_grid(number, overflow), MODES[rounding], seed, random_bits, out)
     source = x.detach().contiguous()
     target = _target(source, out)
     grid = _grid(number.name, overflow)
@@ -119,6 +121,24 @@ def round_values(
     else:
         run(elementwise.round_range, *arrays, 0, source.numel(), grid, is_bounded, is_short)
     return _finished(target, x, out)
+
+
+def _round_by_mode(
+    x: Tensor, number: Format, grid: modes.ModeGrid, mode: int, seed: int, random_bits: int, out: Tensor | None
+) -> Tensor:
+    """Any rounding mode: fp32 arithmetic, narrowed to the dtype of `x` at the end."""
+    source = x.detach().float().contiguous()
+    target = _target(source, out if x.dtype == torch.float32 else None)
+    arguments = (grid, mode, np.uint64(seed), random_bits)
+    arrays, num_threads = (_array(source), _array(target)), _num_threads(source.numel())
+    if num_threads > 1:
+        with _ONE_AT_A_TIME:
+            run(modes.round_modes_parallel, *arrays, source.numel(), *arguments, num_threads)
+    else:
+        run(modes.round_modes, *arrays, 0, source.numel(), *arguments)
+    if x.dtype == torch.float32:
+        return _finished(target, x, out)
+    return target.to(x.dtype) if out is None else out.copy_(target)
 
 
 def fake_quantize(x_NK: Tensor, scheme: TensorScheme, *, out: Tensor | None = None) -> Tensor:
@@ -144,30 +164,28 @@ def quantize(x_NK: Tensor, scheme: TensorScheme) -> QTensor:
     return QTensor(scheme=scheme, codes_NK=codes, scales_NG=scales, tensor_scale=tensor_scale)
 
 
-def scaled_with_amax(x: Tensor, number: Format, scale: Tensor, *, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Values of `x` under one scale that is known, and max |x|, from one read: what delayed scaling needs.
+def why_not_delayed(number: Format, dtype: torch.dtype) -> str | None:
+    """Return why `scale_with_amax` does not take `number`, or None if it does."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"CPU kernels of delayed scaling take fp32 and bf16, not {dtype}"
+    return why_no_grid(number, "saturate")
 
-    Args:
-        x: fp32 or bf16, any shape.
-        number: format of the codes.
-        scale: what multiplies codes, fp32 0-d.
-        out: written and returned if given.
 
-    Returns:
-        (values in the dtype of `x`, amax fp32 0-d; NaN where `x` holds one).
-    """
+def scale_with_amax(
+    x: Tensor, number: Format, inv_scale: Tensor, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Values under a scale that is known, and max |x|, from one read; see `backends`."""
     source = x.detach().contiguous()
     target = _target(source, out)
-    if source.numel() == 0:
-        return _finished(target, x, out), torch.zeros(())
-    columns = _row_length(source.numel())
-    rows = source.numel() // columns
-    amax_bits = np.zeros(rows, np.uint32)
-    scales = scale.detach().float().reshape(1, 1).numpy()
-    arrays = (_array(source), _array(target), scales, amax_bits)
-    arguments = (columns, columns, rows, _grid(number.name), False)
-    _run_rows(tiles.scale_rows, tiles.scale_rows_parallel, arrays, rows, arguments, source.numel())
-    return _finished(target, x, out), torch.from_numpy(amax_bits.view(np.float32)).amax()
+    inverse = np.float32(inv_scale)
+    arguments = (inverse, np.float32(1) / inverse, _grid(number.name))
+    arrays, num_threads = (_array(source), _array(target)), _num_threads(source.numel())
+    if num_threads > 1:
+        with _ONE_AT_A_TIME:
+            amax_bits = run(tiles.multiply_parallel, *arrays, *arguments, num_threads)
+    else:
+        amax_bits = run(tiles.multiply_range, *arrays, 0, source.numel(), *arguments)
+    return _finished(target, x, out), torch.tensor(np.uint32(amax_bits).view(np.float32).item())
 
 
 def pack(x_NK: Tensor, scheme: TensorScheme) -> PackedTensor:
@@ -394,7 +412,7 @@ def _write_known(source: Tensor, target: Tensor, scales_RG: Tensor, scheme: Tens
     if granularity.scope == "tensor":
         columns = size = _row_length(source.numel())
         rows = block_rows = source.numel() // columns
-    arrays = (_array(source), _array(target), scales, _NO_AMAXES)
+    arrays = (_array(source), _array(target), scales)
     arguments = (columns, size, block_rows, _grid(number.name), gives_codes)
     _run_rows(tiles.scale_rows, tiles.scale_rows_parallel, arrays, rows, arguments, source.numel())
 

@@ -1,6 +1,6 @@
 """Kernels are compiled when they are first called, for seconds, and kept on disk: whoever waits should know why.
 
-The command line shows a spinner (`announce_with`); otherwise one line goes to the log of this module.
+The command line shows a spinner (`announcing`); otherwise one line goes to the log of this module.
 """
 
 from __future__ import annotations
@@ -31,9 +31,14 @@ class _Announcer:
 _ANNOUNCER = _Announcer()
 
 
-def announce_with(show: Callable[[str], AbstractContextManager[object]]) -> None:
-    """Let `show(message)` surround what may take seconds, in place of a line in the log."""
-    _ANNOUNCER.show = show
+@contextmanager
+def announcing(show: Callable[[str], AbstractContextManager[object]]) -> Iterator[None]:
+    """While the context is open, let `show(message)` surround what may take seconds, in place of a line in the log."""
+    before, _ANNOUNCER.show = _ANNOUNCER.show, show
+    try:
+        yield
+    finally:
+        _ANNOUNCER.show = before
 
 
 def run(kernel: Any, *arguments: Any) -> Any:

@@ -152,10 +152,10 @@ def pack_scaled_rows(
     bits: Any,
 ) -> None:
     """Rows to codes under scales that are known (see `tiles.scale_rows`)."""
-    codes, none = np.empty(columns, np.uint8), np.empty(0, np.uint32)
+    codes = np.empty(columns, np.uint8)
     for row in range(first_row, last_row):
         of_row = x[row * columns : (row + 1) * columns]
-        scale_rows(of_row, codes, scales[row // rows : row // rows + 1], none, 0, 1, columns, size, 1, grid, True)
+        scale_rows(of_row, codes, scales[row // rows : row // rows + 1], 0, 1, columns, size, 1, grid, True)
         pack_bits(codes, columns, packed[row], 0, bits)
 
 

@@ -127,9 +127,9 @@ DIVIDE = 0
 #: is, save where |x / s| < 2^−60, which rounds to zero all the same; only the sign of −0 is lost. A division costs ten
 #: cycles, this three.
 CORRECTED = 1
-#: The scale is a power of two from 2^−60 to 2^60: times its reciprocal.
-POWER_OF_TWO = 2
-#: The same, and codes have at most 8 significant bits: values are exact in bf16.
+#: No division: times a reciprocal that is given (delayed scaling), or is exact (powers of two from 2^−60 to 2^60).
+MULTIPLY = 2
+#: The same of a power of two, and codes have at most 8 significant bits: values are exact in bf16.
 SHORT_CODES = 3
 
 
@@ -138,7 +138,7 @@ def _divide(builder: Any, values: Any, scale: Any, inverse: Any, method: int) ->
     if method == DIVIDE:
         return builder.fdiv(values, scale)
     quotient = builder.fmul(values, inverse)
-    if method in (POWER_OF_TWO, SHORT_CODES):
+    if method in (MULTIPLY, SHORT_CODES):
         return quotient
     remainder = fma(builder, builder.fneg(quotient), scale, values)
     return fma(builder, remainder, inverse, quotient)
@@ -174,7 +174,7 @@ def _quantize_lanes(
         builder.store(codes, pointer(context, builder, out_type, args[2], args[1], codes.type), align=1)
     else:
         codes = emit_round(builder, grid_type, args[6], quotient, values, True)
-        known = {DIVIDE: ANY, SHORT_CODES: EXACT}.get(method, NUMBERS)
+        known = {DIVIDE: ANY, MULTIPLY: ANY, SHORT_CODES: EXACT}.get(method, NUMBERS)
         store(context, builder, out_type, args[2], args[1], builder.fmul(codes, multiplier), known)
     if method != DIVIDE:
         _prefetch(context, builder, x_type, args[0], args[1], width)

@@ -20,6 +20,7 @@ from bitwright.quantize.backends.cpu.lanes import ANY, bits_of, float_of
 from bitwright.quantize.backends.cpu.steps import (
     CORRECTED,
     DIVIDE,
+    MULTIPLY,
     NUM_BLOCKS,
     SHORT_CODES,
     amax_bits_of_block,
@@ -304,7 +305,6 @@ def scale_rows(
     x: Any,
     out: Any,
     scales: Any,
-    amax_bits: Any,
     first_row: Any,
     last_row: Any,
     columns: Any,
@@ -313,31 +313,21 @@ def scale_rows(
     grid: Any,
     gives_codes: Any,
 ) -> None:
-    """Rows under scales that are known: ``scales[row // rows, column // size]`` is what multiplies codes.
-
-    Where `amax_bits` is not empty, the word of each row's largest magnitude is written to it on the way.
-    """
+    """Rows under scales that are known: ``scales[row // rows, column // size]`` is what multiplies codes."""
     scale = np.ones(RUN_GROUPS, np.float32)
     whole = columns // size
     rest = columns - whole * size
     groups = max(1, min(RUN_GROUPS, RUN_NUMBERS // max(size, 1)))
     for row in range(first_row, last_row):
         start, of_row = row * columns, scales[row // rows]
-        found = np.uint32(0)
         for first in range(0, whole, groups):
             count = min(groups, whole - first)
             for t in range(count):
                 scale[t] = of_row[first + t]
-            if amax_bits.size:
-                found = np.uint32(max(found, amax_bits_of(x, start + first * size, count * size)))
             _write_run(x, start + first * size, size, count, out, scale, gives_codes, grid, CORRECTED)
         if rest:
             scale[0] = of_row[whole]
-            if amax_bits.size:
-                found = np.uint32(max(found, amax_bits_of(x, start + whole * size, rest)))
             _write_run(x, start + whole * size, rest, 1, out, scale, gives_codes, grid, CORRECTED)
-        if amax_bits.size:
-            amax_bits[row] = found
 
 
 @njit(nogil=True, error_model="numpy", parallel=True, cache=True)
@@ -345,7 +335,6 @@ def scale_rows_parallel(
     x: Any,
     out: Any,
     scales: Any,
-    amax_bits: Any,
     num_rows: Any,
     columns: Any,
     size: Any,
@@ -358,9 +347,36 @@ def scale_rows_parallel(
     step = (num_rows + num_threads - 1) // num_threads
     for thread in numba.prange(num_threads):
         first = thread * step
-        scale_rows(
-            x, out, scales, amax_bits, first, min(num_rows, first + step), columns, size, rows, grid, gives_codes
-        )
+        scale_rows(x, out, scales, first, min(num_rows, first + step), columns, size, rows, grid, gives_codes)
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def multiply_range(x: Any, out: Any, first: Any, last: Any, inverse: Any, scale: Any, grid: Any) -> Any:
+    """``out[first : last] = round(x[…] · inverse) · scale``; returns the word of the largest magnitude: one read."""
+    found = np.uint32(0)
+    for start in range(first, last, RUN_NUMBERS):
+        end = min(last, start + RUN_NUMBERS)
+        found = np.uint32(max(found, amax_bits_of(x, start, end - start)))
+        i = start
+        while i + 64 <= end:
+            scaled_block(x, i, out, scale, inverse, scale, grid, 64, MULTIPLY)
+            i += 64
+        while i < end:
+            scaled_block(x, i, out, scale, inverse, scale, grid, 1, MULTIPLY)
+            i += 1
+    return found
+
+
+@njit(nogil=True, error_model="numpy", parallel=True, cache=True)
+def multiply_parallel(x: Any, out: Any, inverse: Any, scale: Any, grid: Any, num_threads: Any) -> Any:
+    """`multiply_range` of a whole array on several threads."""
+    step = ((x.size + num_threads - 1) // num_threads + 63) // 64 * 64
+    found = np.zeros(num_threads, np.uint32)
+    for thread in numba.prange(num_threads):
+        first = thread * step
+        if first < x.size:
+            found[thread] = multiply_range(x, out, first, min(x.size, first + step), inverse, scale, grid)
+    return found.max()
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
