@@ -3,6 +3,7 @@
 #   make test        install with the test extras, run the whole suite, two processes of one thread each
 #   make check       formatting, lint, types, tests: what has to pass before a change goes in
 #   make benchmark   measure the numbers that the documentation quotes
+#   make gpu-check   the GPU kernels on this machine's GPU: equal bit for bit, and beside a copy; under eight minutes
 #   make docs        write the generated pages again
 #   make clean       remove the environment and what was built
 
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 DEMO_PLAN := demo-plan
 
-.PHONY: demo test check lint benchmark docs clean
+.PHONY: demo test check lint benchmark gpu-check docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed-all
@@ -29,8 +30,14 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-benchmark: $(VENV)/installed-all
+benchmark: $(VENV)/installed-tests
+	$(BIN)/python benchmarks/quantize.py
+	$(BIN)/python benchmarks/exhaustive.py
 	$(BIN)/python benchmarks/optimize.py all
+
+# The constraints pin the CPU build of torch here: on a machine with a GPU, PYTHON names one that has torch for it.
+gpu-check:
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py
 
 docs: $(VENV)/installed-all
 	$(BIN)/python docs/generate.py

@@ -17,17 +17,19 @@ from bitwright.lazy_page import open_lazily
 
 if TYPE_CHECKING:
     from bitwright.quantize.catalogs import ROUNDINGS, SCHEMES, TRANSFORMS
-    from bitwright.quantize.granularity import Granularity, group
+    from bitwright.quantize.delayed_scaling import DelayedScaling
+    from bitwright.quantize.granularity import Granularity, block, group
     from bitwright.quantize.pack import PackedTensor
     from bitwright.quantize.qtensor import QTensor
     from bitwright.quantize.quantize import dequantize, fake_quantize, pack, quantize, unpack
     from bitwright.quantize.rounding import Rounding
-    from bitwright.quantize.scheme import Scaling, Scheme, TensorScheme
+    from bitwright.quantize.scheme import Scaling, Scheme, TensorScheme, block_scheme
 
 _HOMES = {
     "ROUNDINGS": "bitwright.quantize.catalogs",
     "SCHEMES": "bitwright.quantize.catalogs",
     "TRANSFORMS": "bitwright.quantize.catalogs",
+    "DelayedScaling": "bitwright.quantize.delayed_scaling",
     "Granularity": "bitwright.quantize.granularity",
     "PackedTensor": "bitwright.quantize.pack",
     "QTensor": "bitwright.quantize.qtensor",
@@ -35,6 +37,8 @@ _HOMES = {
     "Scaling": "bitwright.quantize.scheme",
     "Scheme": "bitwright.quantize.scheme",
     "TensorScheme": "bitwright.quantize.scheme",
+    "block": "bitwright.quantize.granularity",
+    "block_scheme": "bitwright.quantize.scheme",
     "dequantize": "bitwright.quantize.quantize",
     "fake_quantize": "bitwright.quantize.quantize",
     "group": "bitwright.quantize.granularity",
@@ -47,6 +51,7 @@ __all__ = [
     "ROUNDINGS",
     "SCHEMES",
     "TRANSFORMS",
+    "DelayedScaling",
     "Granularity",
     "PackedTensor",
     "QTensor",
@@ -54,6 +59,8 @@ __all__ = [
     "Scaling",
     "Scheme",
     "TensorScheme",
+    "block",
+    "block_scheme",
     "dequantize",
     "fake_quantize",
     "group",
