@@ -10,6 +10,10 @@ import pytest
 
 from bitwright import formats
 from bitwright.errors import FormatError, UnknownName
+from bitwright.formats import FloatFormat
+from bitwright.formats.decode import decode_codes
+from bitwright.formats.encode import encode_values
+from bitwright.formats.types import NO_SPECIALS
 
 
 @pytest.mark.parametrize(
@@ -118,3 +122,18 @@ def test_inputs_are_left_alone() -> None:
 def test_unknown_overflow_names_those_that_exist() -> None:
     with pytest.raises(UnknownName, match=r"unknown overflow rule 'saturated'; did you mean 'saturate'\? Known: satu"):
         formats.encode("fp16", [1.0], overflow="saturated")
+
+
+def test_a_signed_format_without_zero_keeps_the_sign_of_its_smallest_value() -> None:
+    number = FloatFormat(
+        name="signed_powers",
+        exponent_bits=3,
+        fraction_bits=0,
+        bias=3,
+        specials=NO_SPECIALS,
+        has_zero=False,
+        source="sign and exponent: ±2^(e − 3)",
+    )
+    codes = encode_values(number, [0.125, -0.125, -0.01, -1.0, 16.0])
+    assert codes.tolist() == [0b0000, 0b1000, 0b1000, 0b1011, 0b0111]
+    assert decode_codes(number, codes).tolist() == [0.125, -0.125, -0.125, -1.0, 16.0]

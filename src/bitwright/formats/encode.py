@@ -250,7 +250,7 @@ def _codes_of(format: FloatFormat, value: float, negative: Bools) -> npt.NDArray
 def _signed_codes(format: FloatFormat, index: npt.NDArray[np.int64], negative: Bools) -> npt.NDArray[np.uint64]:
     codes = index.astype(np.uint64)
     if format.signed:
-        keeps_sign = negative & ((index != 0) | format.has_negative_zero)
+        keeps_sign = negative & ((index != 0) | format.has_negative_zero | (not format.has_zero))
         codes |= keeps_sign.astype(np.uint64) << np.uint64(format.magnitude_bits)
     return codes
 

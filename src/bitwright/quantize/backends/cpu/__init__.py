@@ -110,7 +110,7 @@ def round_values(
         return _round_by_mode(x, number, modes.mode_grid(number, overflow), MODES[rounding], seed, random_bits, out)
     source = x.detach().contiguous()
     target = _target(source, out)
-    grid = _grid(number.name, overflow)
+    grid = _grid(number, overflow)
     is_bounded = not isinstance(grid, FloatGrid | OneZeroGrid) or bool(grid.limit == grid.largest)
     is_short = is_bounded and isinstance(number, FloatFormat) and _is_short(number) and x.dtype == torch.bfloat16
     arrays = _array(source), _array(target)
@@ -178,7 +178,7 @@ def scale_with_amax(
     source = x.detach().contiguous()
     target = _target(source, out)
     inverse = np.float32(inv_scale)
-    arguments = (inverse, np.float32(1) / inverse, _grid(number.name))
+    arguments = (inverse, np.float32(1) / inverse, _grid(number))
     arrays, num_threads = (_array(source), _array(target)), _num_threads(source.numel())
     if num_threads > 1:
         with _ONE_AT_A_TIME:
@@ -223,7 +223,7 @@ def unpack(packed: PackedTensor, dtype: torch.dtype = torch.float32, *, out: Ten
     target = _new((rows, columns), dtype) if out is None else out
     size, block_rows = scaling.granularity.group_columns(columns), scaling.granularity.group_rows(rows)
     arrays = (packed.codes.numpy(), _array(target), scales.numpy())
-    arguments = (columns, size, block_rows, _code(number.name), number.bits)
+    arguments = (columns, size, block_rows, _code(number), number.bits)
     _run_rows(packing.unpack_rows, packing.unpack_rows_parallel, arrays, rows, arguments, rows * columns)
     return target
 
@@ -246,7 +246,7 @@ def _quantize_into(
         _write_known(source, target, scales.effective[..., 0], scheme, gives_codes)
         return scales.scale[..., 0], scales.tensor_scale
     found = np.empty((rows, scaling.granularity.num_groups(columns)) if wants_scales else (0, 0), np.float32)
-    rule, grid = _rule_of(scheme, source), _grid(scheme.format)
+    rule, grid = _rule_of(scheme, source), _grid(number)
     flat = (_array(source), target.numpy() if target.dtype == torch.uint8 else _array(target), found.reshape(-1))
     if target.dtype == torch.uint8:
         num_rows = rows
@@ -291,13 +291,13 @@ def _has_rule(scheme: TensorScheme) -> bool:
 
 
 @cache
-def _grid(format: str, overflow: str = "saturate") -> Grid:
-    return grid_of(formats.FORMATS[format], overflow)
+def _grid(number: Format, overflow: str = "saturate") -> Grid:
+    return grid_of(number, overflow)
 
 
 @cache
-def _code(format: str) -> Code:
-    return code_of(formats.FORMATS[format])
+def _code(number: Format) -> Code:
+    return code_of(number)
 
 
 def _store_of(scaling: Scaling, number: Format) -> tuple[int, float, float, float] | None:
@@ -406,14 +406,14 @@ def _write_known(source: Tensor, target: Tensor, scales_RG: Tensor, scheme: Tens
     scales = scales_RG.contiguous().numpy()
     if target.dtype == torch.uint8:
         arrays: tuple[Any, ...] = (_array(source), target.numpy(), scales)
-        arguments = (columns, size, block_rows, _grid(number.name), number.bits)
+        arguments = (columns, size, block_rows, _grid(number), number.bits)
         _run_rows(packing.pack_scaled_rows, packing.pack_scaled_rows_parallel, arrays, rows, arguments, source.numel())
         return
     if granularity.scope == "tensor":
         columns = size = _row_length(source.numel())
         rows = block_rows = source.numel() // columns
     arrays = (_array(source), _array(target), scales)
-    arguments = (columns, size, block_rows, _grid(number.name), gives_codes)
+    arguments = (columns, size, block_rows, _grid(number), gives_codes)
     _run_rows(tiles.scale_rows, tiles.scale_rows_parallel, arrays, rows, arguments, source.numel())
 
 
