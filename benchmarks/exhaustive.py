@@ -1,9 +1,9 @@
 """Every fp32 number, all 2^32 of them, rounded by bitwright and by other libraries, and compared bit for bit.
 
-    python benchmarks/exhaustive.py                                  all formats, all backends: benchmarks/results/
-    python benchmarks/exhaustive.py --formats fp8_e4m3 --backends cpu     that part of it
-    python benchmarks/exhaustive.py --chunks 8                       the first eight of 256 pieces; nothing is written
-    python benchmarks/exhaustive.py --markdown                       the table of a result that is there
+    python benchmarks/exhaustive.py                                     all of it, to benchmarks/results/exhaustive.json
+    python benchmarks/exhaustive.py --formats fp8_e4m3 --backends cpu   that part, in the place of what was there
+    python benchmarks/exhaustive.py --chunks 8                          eight chunks of 256; nothing is written
+    python benchmarks/exhaustive.py --markdown                          the table of a result that is there
 
 Tested are the kernels of the `cpu` backend, the `torch` backend and the NumPy `reference` (which is `formats.round`).
 The judges are the casts of torch and of ml_dtypes, and gfloat's rounding where neither has the format. NaN equals NaN
@@ -14,13 +14,13 @@ whatever its payload; −0 is not +0. Each overflow rule is judged by what a lib
     in range      the cast of x where |x| is at most the largest number, for what is left
 
 Rules that put the same three numbers in the place of overflow, Inf and NaN are one rule to a backend, and run once
-(over 16-bit inputs each by itself). In a format without NaN no library has a say about NaN but ml_dtypes under
-its own rule: elsewhere NaN stays NaN, or becomes the largest number under `te`.
+(over 16-bit inputs each by itself). In a format without NaN no library has a say about NaN but ml_dtypes under its own
+rule: elsewhere NaN stays NaN, or becomes the largest number under `te`.
 
-The `cpu` and `torch` backends round all 2^32 numbers. The reference would take hours, and rounds
-what decides: every number at most 2^12 away from one where some library's
-result changes (as found among all 2^32), and every 256th of the others. Its arithmetic is monotone between two such
-places, and it is seen to be right at both ends. `--whole-reference` does without that argument, in hours.
+The `cpu` and `torch` backends round all 2^32 numbers. The reference would take an hour or more, and rounds what
+decides: every number at most 2^12 away from one where some library's result changes (as found among all 2^32), and
+every 2^8th of the others. Its arithmetic is monotone between two such places, and it is seen to be right at both ends.
+`--whole-reference` does without that argument.
 
 bf16 and fp16 inputs are all looked at too: their values are the judge's, narrowed by torch.
 
@@ -51,7 +51,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # one process per core instead; read when t
 os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 28), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 
 import gfloat
-import gfloat.formats
 import ml_dtypes
 import numpy as np
 import torch
@@ -360,7 +359,8 @@ def look(tallies: Tallies, case: Case, judge: Judge, x: torch.Tensor) -> None:
     rounded = backend.round_values(x, judge.number, overflow=case.rules[0])
     seconds = time.perf_counter() - begin
     found = rounded.float().numpy().view(np.uint32)
-    for oracle, asked, words in judge.verdicts(case.rules):
+    group = next(rules for rules in rule_groups(case.format) if case.rules[0] in rules)
+    for oracle, asked, words in judge.verdicts(group):
         if x.dtype != torch.float32:  # what fp32 holds is narrowed, by torch
             words = torch.from_numpy(words.view(np.float32)).to(x.dtype).float().numpy().view(np.uint32)
         tally = compare(judge.x, found, words, judge.number)
@@ -428,41 +428,44 @@ def show(tallies: Tallies, format: str, seconds: float, console: Console) -> boo
 def write(tallies: Tallies, format: str, backends: Sequence[str], ran_on: dict[str, Any]) -> None:
     """File what was found for one format, in the place of what was there for these backends.
 
-    Results of another machine or other versions are dropped; each names the commit that it is of.
+    Results of another machine or other versions are dropped; each names the commit that it is of. A line of 16-bit
+    inputs is of several rules.
     """
     here = {key: value for key, value in ran_on.items() if key != "commit"}
-    content: dict[str, Any] = {"results": []}
+    kept: list[dict[str, Any]] = []
     if RESULT_FILE.exists():
         content = json.loads(RESULT_FILE.read_text(encoding="utf-8"))
-        if content["machine"] != here:
-            content = {"results": []}
-    kept = [r for r in content["results"] if r["format"] != format or r["backend"] not in backends]
-    for backend in backends:
-        comparisons = [
-            {
-                "dtype": case.dtype,
-                "rules": case.rules,
-                "against": case.oracle,
-                "asked": case.asked,
-                "inputs": tally.inputs,
-                "differences": tally.differences,
-                "known_differences": tally.known_differences,
-                "backend_s": round(tally.seconds, 3),
-            }
-            for case, tally in tallies.items()
-            if case.backend == backend
-        ]
-        result = {"format": format, "backend": backend, "date": now(), "commit": ran_on["commit"]}
-        kept.append(result | {"comparisons": comparisons, "refused": why_not(format, backend)})
-    kept.sort(key=lambda r: (FORMATS.index(r["format"]), BACKENDS.index(r["backend"])))
-    what = (
-        "all 2^32 fp32, 2^16 bf16 and 2^16 fp16 numbers, to nearest even; the reference rounds, of the fp32 numbers, "
-        "those within 2^12 of a change of the result and every 2^8th (unless `inputs` says 2^32)"
-    )
-    known = "NaN into a format without one: ml_dtypes gives the zero of the other sign, the rule ml_dtypes always -0"
+        if content["machine"] == here:
+            kept = [r for r in content["results"] if r["format"] != format or r["backend"] not in backends]
+    lines: dict[Case, Tally] = {}
+    rules: dict[Case, tuple[str, ...]] = {}
+    for case, tally in tallies.items():
+        line = case if case.dtype == "fp32" else case._replace(rules=())
+        rules[line] = case.rules if line == case else (*rules.get(line, ()), *case.rules)
+        lines.setdefault(line, Tally()).add(tally)
+    for case, tally in lines.items():
+        counts = {key: getattr(tally, key) for key in ("inputs", "differences", "known_differences")}
+        when = {"backend_s": round(tally.seconds, 2), "date": now(), "commit": ran_on["commit"]}
+        kept.append(case._replace(rules=rules[case])._asdict() | counts | when)
+    kept.sort(key=lambda r: (FORMATS.index(r["format"]), BACKENDS.index(r["backend"]), r["dtype"] != "fp32"))
+    refused = {
+        f"{format}, {backend}": reasons
+        for format in FORMATS
+        for backend in BACKENDS
+        if (reasons := why_not(format, backend))
+    }
+    facts = {
+        "machine": here,
+        "what": "all 2^32 fp32, 2^16 bf16 and 2^16 fp16 numbers, rounded to nearest even; of the fp32 numbers the "
+        "reference rounds those within 2^12 of a change of the result, and every 2^8th (unless `inputs` says 2^32)",
+        "known_differences": "NaN into a format without one: ml_dtypes gives the zero of the other sign, the rule "
+        "ml_dtypes always -0",
+        "refused": refused,
+    }
     RESULT_FILE.parent.mkdir(exist_ok=True)
-    whole = {"machine": here, "what": what, "known_differences": known, "results": kept}
-    RESULT_FILE.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    results = ",\n".join(f"  {json.dumps(line)}" for line in kept)
+    text = f'{json.dumps(facts, indent=1)[:-2]},\n "results": [\n{results}\n ]\n}}\n'
+    RESULT_FILE.write_text(text, encoding="utf-8")
 
 
 def why_not(format: str, backend: str) -> dict[str, str]:
@@ -485,9 +488,9 @@ def markdown() -> str:
     for format in FORMATS:
         cells, judges = [], dict[str, None]()
         for backend in BACKENDS:
-            found = [c for r in results if (r["format"], r["backend"]) == (format, backend) for c in r["comparisons"]]
-            judges |= dict.fromkeys(c["against"] for c in found)
-            differences, inputs = (sum(c[key] for c in found) for key in ("differences", "inputs"))
+            found = [r for r in results if (r["format"], r["backend"]) == (format, backend)]
+            judges |= dict.fromkeys(r["oracle"] for r in found)
+            differences, inputs = (sum(r[key] for r in found) for key in ("differences", "inputs"))
             cells.append(f"{differences:,} of {inputs:,}" if found else "–")
         if judges:
             lines.append(f"| `{format}` | {', '.join(judges)} | {' | '.join(cells)} |")
