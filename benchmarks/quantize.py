@@ -48,6 +48,7 @@ from bitwright import formats
 from bitwright.errors import BitwrightError
 from bitwright.quantize import SCHEMES, TensorScheme, fake_quantize, pack, unpack
 from bitwright.quantize.backends import cpu
+from bitwright.quantize.pack import stored_dtype
 from bitwright.quantize.select import select_packing, select_rounding, select_scaled
 
 RESULT_FILE = Path(__file__).parent / "results" / "quantize.json"
@@ -234,11 +235,10 @@ def fused_amax(format: str) -> Case:
 
     def run(subject: Subject) -> Iterator[Row]:
         x, out = subject.x, subject.out
-        scale = x.float().abs().amax() / number.max
+        inv_scale = number.max / x.float().abs().amax()
         yield against_memcpy(
-            subject, "amax", f"{format} under a known scale, and amax", lambda: cpu.scaled_with_amax(
-                x, number, scale, out=out
-            ), 2 * subject.num_bytes, target=SHARES["amax"],
+            subject, "amax", f"{format} under a known scale, and amax",
+            lambda: cpu.scale_with_amax(x, number, inv_scale, out=out), 2 * subject.num_bytes, target=SHARES["amax"],
         )  # fmt: skip
 
     return Case(name=f"{format} with amax", run=run)
@@ -267,7 +267,7 @@ def torch_elementwise(format: str) -> Case:
 
     def run(subject: Subject) -> Iterator[Row]:
         x, out = subject.x, subject.out
-        if eager.stored_dtype(number) == x.dtype:
+        if stored_dtype(number) == x.dtype:
             return  # torch sees that there is nothing to do
         same = _same(fake_quantize(subject.corner, scheme), rounded(subject.corner))
         yield against_peer(
