@@ -14,8 +14,8 @@ with what it is compared with (`timing`), and its time over ours is our share of
 `array_libraries`) run in turn with us too, allocating on both sides or on neither; which share of their values is equal
 to ours, in a corner of the matrix, is stated as well (torch saturates E4M3 where we follow IEEE 754 and give NaN).
 
-Run it on an otherwise idle machine. Exit code: 0; 1 if anything failed (a missed target is a result, no failure); 2 if
-there is nothing to show.
+Needs the extra `tests` (ml_dtypes, gfloat) and an otherwise idle machine. Exit code: 0; 1 if anything failed (a missed
+target is a result, no failure); 2 if there is nothing to show.
 """
 
 from __future__ import annotations
@@ -474,7 +474,7 @@ def measure(wanted: Sequence[str], extent: Extent, console: Console) -> tuple[li
                     try:
                         rows.extend(case.run(subject))
                     except (BitwrightError, NumbaError, RuntimeError, TypeError, ValueError) as error:
-                        failures.append(f"{name.strip()}: {type(error).__name__}: {error}"[:500])
+                        failures.append(f"{name.strip()}: {type(error).__name__}: {' '.join(str(error).split())}"[:400])
                     progress.advance(task)
         if has_first_calls:
             progress.update(task, description="first calls in new processes")
