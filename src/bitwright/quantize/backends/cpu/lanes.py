@@ -55,10 +55,12 @@ def call(builder: Any, name: str, result: ir.Type, arguments: list[Any]) -> Any:
 
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a · b + c of fp32 lanes, rounded once."""
     return call(builder, f"llvm.fma.v{a.type.count}f32", a.type, [a, b, c])
 
 
 def pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, pointee: ir.Type) -> Any:
+    """Where element `index` of an array lies, as a pointer to `pointee`."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
 

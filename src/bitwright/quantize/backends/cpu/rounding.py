@@ -120,6 +120,7 @@ _ROUND: dict[type, Callable[..., Any]] = {
 
 
 def emit_round(builder: Any, grid_type: Any, grid: Any, values: Any, signs: Any, is_bounded: bool) -> Any:
+    """`values` on `grid`, with the signs of `signs` where it keeps −0; `is_bounded`: its limit is its largest."""
     emit = _ROUND[grid_type.instance_class]
     return emit(builder, _fields(builder, grid_type, grid), values, signs, is_bounded)
 
