@@ -7,8 +7,8 @@
 Equality: a million stratified fp32 inputs of every format (tests/formats/stratified.py), rounded by the kernel, by
 torch operations on the same GPU, and by the NumPy reference; every mode, every overflow rule, fp32, bf16 and fp16.
 Under scales: one matrix with short last groups, zeros, NaN, Inf, subnormals and ties, under every scheme of the catalog
-that the kernels take; values, codes, stored scales, bytes and back. Differences are counted by bit patterns, all NaN
-being one.
+that the kernels take; values, codes, stored scales, bytes and back. Under a scale that is known (delayed scaling):
+values and amax. Differences are counted by bit patterns, all NaN being one.
 
 Speed: 64 Mi elements, the median of 15 runs after 3, beside a device copy of the same array. CUDA events tell how long
 the GPU works: it is kept busy while Python prepares the launch, by clearing a gibibyte, which empties its caches too.
@@ -67,7 +67,9 @@ BUDGET_S = 420.0
 NUM_WARM_UPS, NUM_RUNS = 3, 15
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: What the project asks for, as a share of the speed of a copy.
-TARGETS = {"round": 0.8, "fake_quantize": 0.5, "pack": 0.5, "unpack": 0.5}
+TARGETS = {"round": 0.8, "fake_quantize": 0.5, "pack": 0.5, "unpack": 0.5, "delayed": 0.5}
+#: Formats of training, and one of each other kind.
+DELAYED_FORMATS = ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp4_e2m1", "bf16", "int8", "nf4", "e8m0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,6 +241,33 @@ def compare_scaled(extent: Extent, name: str, scheme: TensorScheme) -> list[dict
     return results
 
 
+def delayed_checks(extent: Extent) -> Iterator[Check]:
+    for name in DELAYED_FORMATS[:: extent.stride]:
+        number = formats.FORMATS[name]
+        yield Check(kind="equality", name=f"delayed, {name}", run=lambda number=number: compare_delayed(extent, number))
+
+
+def compare_delayed(extent: Extent, number: Format) -> list[dict[str, Any]]:
+    """Values and amax under two scales: 1 finds codes and ties, a quotient as of max / amax all between them."""
+    results = []
+    on_cpu = torch.from_numpy(stratified(number, extent.num_inputs).copy())
+    finite = torch.randn(extent.matrix, generator=torch.Generator().manual_seed(5))
+    for dtype, given in ((dtype, given) for dtype in DTYPES for given in (on_cpu, finite)):
+        narrow = given.to(DTYPES[dtype])
+        x = narrow.to(extent.device)
+        for inv_scale in (torch.tensor(1.0), torch.tensor(number.max / 3).float()):
+            found = kernels.scale_with_amax(x, number, inv_scale.to(extent.device))
+            expected = {"torch": torch_backend.scale_with_amax(x, number, inv_scale.to(extent.device))}
+            if dtype == "fp32":
+                codes = reference.round_values(narrow * inv_scale, number)
+                expected["numpy"] = codes * (1 / inv_scale), torch.from_numpy(np.abs(narrow.numpy()).max(keepdims=True))
+            for judge, pair in expected.items():
+                case = {"format": number.name, "inv_scale": inv_scale.item(), "dtype": dtype, "against": judge}
+                results.append(case | {"what": "values"} | difference(found[0], pair[0], x))
+                results.append(case | {"what": "amax"} | difference(found[1], pair[1].reshape(())))
+    return results
+
+
 # --- speed ------------------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +277,8 @@ def speed_checks(extent: Extent) -> Iterator[Check]:
         for name in ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp4_e2m1", "int8", "int4", "nf4", "e8m0"):
             yield _speed(extent, "round", name, dtype, formats.get(name))
         yield _speed(extent, "round", "fp8_e4m3, stochastic", dtype, formats.get("fp8_e4m3"), rounding="stochastic")
+        for name in ("fp8_e4m3", "fp8_e5m2", "int8"):
+            yield _speed(extent, "delayed", name, dtype, formats.get(name))
         for name, scheme in by_name.items():
             yield _speed(extent, "fake_quantize", name, dtype, scheme)
         # the first scheme of each width of codes
@@ -267,6 +298,9 @@ def _speed(extent: Extent, verb: str, name: str, dtype: str, target: Any, **sett
                 work: Callable[[], object] = lambda: kernels.round_values(x, target, out=out, **settings)  # noqa: E731
             case "fake_quantize":
                 work = lambda: kernels.fake_quantize(x, target, out=out)  # noqa: E731
+            case "delayed":
+                inv_scale = torch.tensor(100.0, device=extent.device)
+                work = lambda: kernels.scale_with_amax(x, target, inv_scale, out=out)  # noqa: E731
             case "pack":
                 work = lambda: kernels.pack(x, target)  # noqa: E731
             case _:
@@ -431,6 +465,7 @@ def main() -> int:
     checks = [
         *rounding_checks(extent, "nearest"),
         *scaled_checks(extent),
+        *delayed_checks(extent),
         *(list(speed_checks(extent))[:: extent.stride]),
         *rounding_checks(extent, "others"),
     ]

@@ -109,6 +109,29 @@ def test_another_seed_is_no_other_kernel(compiled: Compile) -> None:
     assert len({kernel.ptx for (kernel,) in kernels}) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("fp8_e4m3", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+        ("int8", torch.float32),
+        ("nf4", torch.bfloat16),
+    ],
+)
+def test_delayed_scaling_reads_once_and_writes_once(compiled: Compile, name: str, dtype: torch.dtype) -> None:
+    x = torch.zeros(3 * launch.BLOCK, dtype=dtype)
+    (kernel,) = compiled(lambda: backend.scale_with_amax(x, formats.get(name), torch.tensor(2.0)))
+    assert kernel.vector_bytes("ld") == kernel.vector_bytes("st") == launch.BLOCK * x.element_size()
+    # the reciprocal is a division; the program's maximum goes out once
+    assert kernel.ptx.count("div.rn.f32") == 1
+    assert len(re.findall(r"\b(?:atom|red)\.\S*relaxed\S*max\.s32", kernel.ptx)) == 1
+
+
+def test_one_scale_of_many_is_no_other_kernel(compiled: Compile) -> None:
+    x, number, inv_scales = torch.zeros(4096), formats.get("fp8_e4m3"), torch.ones(8)
+    kernels = [compiled(lambda i=i: backend.scale_with_amax(x, number, inv_scales[i])) for i in range(3)]
+    assert len({kernel.ptx for (kernel,) in kernels}) == 1
+
+
 #: Scheme, elements that a program of its kernel works on.
 FUSED = {
     "mxfp8": 4096,

@@ -11,6 +11,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from galleries import MATRICES
 from stratified import stratified_inputs
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from bitwright.formats import BlockFormat, CodebookFormat, FloatFormat, Specials
 from bitwright.formats.blocks import encode_blocks, round_blocks
 from bitwright.formats.decode import decode_codes
 from bitwright.formats.types import NO_SPECIALS
+from bitwright.quantize.backends import torch as torch_backend
 from bitwright.quantize.backends import triton as backend
 from bitwright.quantize.backends.triton import launch
 from bitwright.quantize.granularity import ROW, TENSOR, Granularity, block, group
@@ -340,6 +342,65 @@ def test_strided_matrices_and_out() -> None:
     assert_same(given, expected, x)
 
 
+# --- a scale that is known --------------------------------------------------------------------------------------------
+
+
+def assert_delayed_is_torch(x: Tensor, number: formats.Format, inv_scale: float) -> None:
+    """Values and amax of the torch backend, bit for bit."""
+    assert backend.why_not_delayed(number, x.dtype) is None
+    before = x.clone()
+    values, amax = backend.scale_with_amax(x, number, torch.tensor(inv_scale))
+    expected, expected_amax = torch_backend.scale_with_amax(x, number, torch.tensor(inv_scale))
+    assert values.dtype == x.dtype and values.shape == x.shape
+    assert_same(values, expected, x)
+    assert amax.dtype == torch.float32 and amax.shape == ()
+    assert_same(amax, expected_amax, amax)
+    assert_same(x, before, x)
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
+def test_delayed_scaling_knows_every_format(number: formats.Format) -> None:
+    if backend.why_not_delayed(number, torch.float32) is not None:
+        pytest.skip("no grid of fp32 words")
+    x = inputs(number, 1200)
+    # 1: on codes and ties; a quotient as of 448 / amax: everywhere else; dtypes take turns
+    for turn, inv_scale in enumerate((1.0, 448 / 3, 2.0**-30)):
+        assert_delayed_is_torch(x.to(DTYPES[(turn + NUMBERS.index(number)) % 3]), number, inv_scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "int8", "nf4"])
+def test_delayed_scaling_of_matrices(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "BLOCK", 256)  # several programs, whose amaxes meet
+    for matrix in MATRICES.values():
+        x = matrix().to(dtype)
+        # of the smallest inverses the reciprocal is no number, of the largest it is subnormal
+        for inv_scale in (0.37, 3.4028235e38, 1e-40):
+            assert_delayed_is_torch(x, formats.get(name), inv_scale)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.75, -(2.0**-149), math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("shape", [(), (1,), (2, 0, 3), (3, 5, 7)])
+def test_delayed_scaling_of_one_value(shape: tuple[int, ...], value: float) -> None:
+    x = torch.full(shape, 0.25)
+    x.view(-1)[-1:] = value
+    assert_delayed_is_torch(x, formats.get("fp8_e4m3"), 448 / 1.7)
+    _, amax = backend.scale_with_amax(x, formats.get("fp8_e4m3"), torch.tensor(1.0))
+    known = max(abs(value), 0.25) if x.numel() > 1 else abs(value) if x.numel() else 0.0
+    np.testing.assert_equal(amax.item(), math.nan if x.numel() and math.isnan(value) else known)
+
+
+def test_delayed_scaling_into_memory_that_is_given_under_one_scale_of_many() -> None:
+    number, inv_scales = formats.get("fp8_e5m2"), torch.tensor([9.0, 0.7, 5.0])
+    x = torch.randn(9, 40, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    expected, _ = torch_backend.scale_with_amax(x.detach(), number, inv_scales[1])
+    strided = torch.zeros(40, 9).T
+    for out in (torch.zeros(9, 40), strided, x.detach()):
+        returned, amax = backend.scale_with_amax(x, number, inv_scales[1], out=out)
+        assert returned is out and not amax.requires_grad
+        assert_same(out, expected, x)
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -357,6 +418,9 @@ def test_what_it_does_not_do_is_said_in_words() -> None:
         with pytest.raises(SchemeError, match=word):
             backend.fake_quantize(x, scheme)
     assert "float64" in str(backend.why_not_round(formats.get("bf16"), torch.float64, "up", "ieee"))
+    assert "float64" in str(backend.why_not_delayed(formats.get("bf16"), torch.float64))
+    with pytest.raises(SchemeError, match=r"not torch\.float64"):
+        backend.scale_with_amax(x.double(), formats.get("bf16"), torch.tensor(1.0))
     with pytest.raises(UnknownName, match="nearest_even"):
         backend.why_not_round(formats.get("bf16"), torch.float32, "nearest", "ieee")
     with pytest.raises(SchemeError, match=r"it has to be torch\.float32 \(2, 8\)"):

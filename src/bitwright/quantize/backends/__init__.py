@@ -33,6 +33,16 @@ which is shown to whoever asks why another one runs.
         A group with NaN or Inf is NaN all through (scale, offset, codes, values), and nobody else is the worse: a
         tensor scale does not see it. Minima are never −0.
 
+    why_not_delayed(number, dtype) -> str | None
+    scale_with_amax(x, number, inv_scale, *, out) -> (values, amax)
+
+        Tensors as those of `round_values`, under one scale that is known beforehand (`delayed_scaling.py`); inv_scale
+        is an fp32 0-d tensor. The products are two, each rounded, and the reciprocal is one fp32 division; formats
+        saturate, to nearest even. x is read once. The reference leaves this out: two products around its rounding.
+
+            values = format(x · inv_scale) · (1 / inv_scale)       in the dtype of x
+            amax   = max |x|                                       fp32, 0-d: NaN if x holds one; 0 if x is empty
+
     why_not_packed(scheme, dtype) -> str | None
     pack(x_NK, scheme) -> PackedTensor                  codes as bits, scales as stored (`quantize/pack.py`)
     unpack(packed, dtype) -> Tensor

@@ -2,6 +2,7 @@
 
     rounding    a number to a format: every rounding mode, every overflow rule
     scaling     groups of numbers under one scale: one read and one write where a group fits a program
+    delayed     all numbers under a scale that is known: one read and one write
     packing     codes to bytes and back
     grids       what kernels know of formats
     launch      a matrix cut into groups, programs, refusals
@@ -141,6 +142,45 @@ def quantize(x_NK: Tensor, scheme: TensorScheme) -> QTensor:
     launch.raise_if(why_not_scaled(scheme, x_NK.dtype), x_NK)
     codes_NK = launch.room(x_NK, torch.float32, None)
     return replace(launch.run_scaled(x_NK, scheme, codes_NK, "code values"), codes_NK=codes_NK)
+
+
+def why_not_delayed(number: Format, dtype: torch.dtype) -> str | None:
+    """Return why `scale_with_amax` does not take `number`, or None if it does."""
+    return launch.why_not_run(dtype) or why_not_grid(number)
+
+
+def scale_with_amax(
+    x: Tensor, number: Format, inv_scale: Tensor, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantise and dequantise under a scale that is known, and find amax, in one read and one write.
+
+    Args:
+        x: fp32, bf16 or fp16, any shape and strides.
+        number: a format that `why_not_delayed` does not refuse.
+        inv_scale: fp32, 0-d.
+        out: where to write, of the shape and dtype of `x`; it may be `x`.
+
+    Returns:
+        Values ``format(x · inv_scale) · (1 / inv_scale)`` in the dtype of `x`, saturating; max |x|, fp32 0-d on the
+        device of `x`: NaN if `x` holds one, 0 if it is empty.
+
+    Raises:
+        SchemeError, MissingExtra: the format or the tensor is not for this backend; no Triton.
+    """
+    launch.raise_if(why_not_delayed(number, x.dtype), x)
+    from bitwright.quantize.backends.triton.delayed import delayed_kernel
+
+    source, written = x.detach().contiguous(), launch.room(x, x.dtype, out)
+    amax = torch.zeros((), dtype=torch.int32, device=x.device)
+    arrays = (launch.words(source), launch.words(written), inv_scale.detach().to(x.device), amax)
+    launch.run(
+        delayed_kernel,
+        -(-x.numel() // launch.BLOCK),
+        (*arrays, table_of(number, False, x.device), x.numel()),
+        (grid_of(number), overflow_of(number, "saturate"), launch.BLOCK),
+        x,
+    )
+    return launch.hand_back(written, out), amax.view(torch.float32)
 
 
 def pack(x_NK: Tensor, scheme: TensorScheme) -> PackedTensor:
