@@ -8,8 +8,7 @@ One read and one write. The reciprocal is a division (div.rn), done by every pro
 of products. Programs agree on amax by an atomic maximum of its word: words of magnitudes are ordered like the
 magnitudes, Inf and NaN last, and a maximum does not ask who came first.
 
-Rejected: a maximum per program and a second launch that reduces them, which costs more than atomics that the writes
-hide.
+Rejected: a maximum per program, since whoever reduces them is a second launch.
 """
 
 # Kernels are written in Triton's language, which type checkers of Python do not know.
