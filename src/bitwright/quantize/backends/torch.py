@@ -128,7 +128,7 @@ def why_not_delayed(number: Format, dtype: torch.dtype) -> str | None:
 def scale_with_amax(
     x: Tensor, number: Format, inv_scale: Tensor, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Values ``format(x · inv_scale) / inv_scale`` in the dtype of `x`, and max |x|, fp32 0-d; see `backends`."""
+    """Values ``format(x · inv_scale) · (1 / inv_scale)`` in the dtype of `x`, and max |x|, fp32 0-d; see `backends`."""
     wide = x.float()
     values = round_fp32(wide * inv_scale, number) * (1 / inv_scale)
     return _finished(values, x, out), wide.abs().amax() if x.numel() else wide.new_zeros(())

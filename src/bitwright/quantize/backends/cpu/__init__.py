@@ -41,8 +41,9 @@ from bitwright.quantize.backends.cpu.grids import (
     why_no_code,
     why_no_grid,
 )
+from bitwright.quantize.backends.cpu.lanes import CACHE_LINE
 from bitwright.quantize.backends.cpu.modes import MODES, why_no_mode
-from bitwright.quantize.backends.cpu.steps import CORRECTED, SHORT_CODES
+from bitwright.quantize.backends.cpu.steps import BLOCK, CORRECTED, SHORT_CODES
 from bitwright.quantize.granularity import to_groups
 from bitwright.quantize.pack import PackedTensor, stored_dtype
 from bitwright.quantize.qtensor import QTensor
@@ -55,6 +56,8 @@ _ARRAY_DTYPES = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, tor
 _MIN_PER_THREAD = 1 << 14
 #: Results from here on are allocated in huge pages.
 _HUGE_BYTES = 1 << 22
+#: Results from here on are written past the caches.
+_STREAMED_BYTES = 1 << 25
 _KINDS = {
     "amax": tiles.AMAX,
     "ocp_floor": tiles.OCP_FLOOR,
@@ -113,13 +116,13 @@ def round_values(
     grid = _grid(number, overflow)
     is_bounded = not isinstance(grid, FloatGrid | OneZeroGrid) or bool(grid.limit == grid.largest)
     is_short = is_bounded and isinstance(number, FloatFormat) and _is_short(number) and x.dtype == torch.bfloat16
-    arrays = _array(source), _array(target)
+    arrays, streams = (_array(source), _array(target)), _streams(target)
     num_threads = _num_threads(source.numel())
     if num_threads > 1:
         with _ONE_AT_A_TIME:
-            run(elementwise.round_parallel, *arrays, grid, is_bounded, is_short, num_threads)
+            run(elementwise.round_parallel, *arrays, grid, is_bounded, is_short, streams, num_threads)
     else:
-        run(elementwise.round_range, *arrays, 0, source.numel(), grid, is_bounded, is_short)
+        run(elementwise.round_range, *arrays, 0, source.numel(), grid, is_bounded, is_short, streams)
     return _finished(target, x, out)
 
 
@@ -177,8 +180,8 @@ def scale_with_amax(
     """Values under a scale that is known, and max |x|, from one read; see `backends`."""
     source = x.detach().contiguous()
     target = _target(source, out)
-    inverse = np.float32(inv_scale)
-    arguments = (inverse, np.float32(1) / inverse, _grid(number))
+    scale = np.float32((1 / inv_scale.float()).item())
+    arguments = (np.float32(inv_scale.item()), scale, _grid(number), _streams(target))
     arrays, num_threads = (_array(source), _array(target)), _num_threads(source.numel())
     if num_threads > 1:
         with _ONE_AT_A_TIME:
@@ -223,7 +226,7 @@ def unpack(packed: PackedTensor, dtype: torch.dtype = torch.float32, *, out: Ten
     target = _new((rows, columns), dtype) if out is None else out
     size, block_rows = scaling.granularity.group_columns(columns), scaling.granularity.group_rows(rows)
     arrays = (packed.codes.numpy(), _array(target), scales.numpy())
-    arguments = (columns, size, block_rows, _code(number), number.bits)
+    arguments = (columns, size, block_rows, _code(number), number.bits, _streams(target, columns, size))
     _run_rows(packing.unpack_rows, packing.unpack_rows_parallel, arrays, rows, arguments, rows * columns)
     return target
 
@@ -254,7 +257,7 @@ def _quantize_into(
         one, several = packing.pack_rows, packing.pack_rows_parallel
     else:
         num_rows, run_columns = _runs_of(rows, columns, size)
-        arguments = (run_columns, size, rule, grid, gives_codes)
+        arguments = (run_columns, size, rule, grid, gives_codes, _streams(target, columns, size))
         one, several = tiles.quantize_rows, tiles.quantize_rows_parallel
     _run_rows(one, several, flat, num_rows, arguments, source.numel())
     tensor_scale = torch.tensor(rule.tensor_scale, dtype=torch.float32) if scaling.tensor_scale else None
@@ -406,14 +409,14 @@ def _write_known(source: Tensor, target: Tensor, scales_RG: Tensor, scheme: Tens
     scales = scales_RG.contiguous().numpy()
     if target.dtype == torch.uint8:
         arrays: tuple[Any, ...] = (_array(source), target.numpy(), scales)
-        arguments = (columns, size, block_rows, _grid(number), number.bits)
-        _run_rows(packing.pack_scaled_rows, packing.pack_scaled_rows_parallel, arrays, rows, arguments, source.numel())
+        packed_as: tuple[Any, ...] = (columns, size, block_rows, _grid(number), number.bits)
+        _run_rows(packing.pack_scaled_rows, packing.pack_scaled_rows_parallel, arrays, rows, packed_as, source.numel())
         return
     if granularity.scope == "tensor":
         columns = size = _row_length(source.numel())
         rows = block_rows = source.numel() // columns
     arrays = (_array(source), _array(target), scales)
-    arguments = (columns, size, block_rows, _grid(number), gives_codes)
+    arguments = (columns, size, block_rows, _grid(number), gives_codes, _streams(target, columns, size))
     _run_rows(tiles.scale_rows, tiles.scale_rows_parallel, arrays, rows, arguments, source.numel())
 
 
@@ -449,7 +452,17 @@ def _new(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
     """Memory to write to: in huge pages where it is large."""
     if math.prod(shape) * dtype.itemsize < _HUGE_BYTES:
         return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(np.empty(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).reshape(shape)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + CACHE_LINE, np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).reshape(shape)
+
+
+def _streams(target: Tensor, columns: int = BLOCK, size: int = BLOCK) -> bool | None:
+    """True if results go past the caches, else None: they are larger than those, and blocks begin with cache lines."""
+    if target.numel() * target.element_size() < _STREAMED_BYTES or target.data_ptr() % CACHE_LINE:
+        return None
+    return True if columns % BLOCK == 0 and (size % BLOCK == 0 or size in (8, 16, 32)) else None
 
 
 def _stored(scales: Tensor, number: Format) -> Tensor:

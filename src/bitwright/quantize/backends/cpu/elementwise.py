@@ -12,7 +12,9 @@ from bitwright.quantize.backends.cpu.steps import BLOCK, round_block
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def round_range(x: Any, out: Any, first: Any, last: Any, grid: Any, is_bounded: Any, is_short: Any) -> None:
+def round_range(
+    x: Any, out: Any, first: Any, last: Any, grid: Any, is_bounded: Any, is_short: Any, streams: Any
+) -> None:
     """``out[first : last] = round(x[…])``.
 
     is_bounded: nothing rounds beyond the largest number. is_short: every result is a bf16, should `out` hold those.
@@ -20,25 +22,25 @@ def round_range(x: Any, out: Any, first: Any, last: Any, grid: Any, is_bounded: 
     i = first
     if is_bounded and is_short:
         while i + BLOCK <= last:
-            round_block(x, i, out, grid, BLOCK, 1, EXACT)
+            round_block(x, i, out, grid, BLOCK, 1, EXACT, streams)
             i += BLOCK
     elif is_bounded:
         while i + BLOCK <= last:
-            round_block(x, i, out, grid, BLOCK, 1, ANY)
+            round_block(x, i, out, grid, BLOCK, 1, ANY, streams)
             i += BLOCK
     else:
         while i + BLOCK <= last:
-            round_block(x, i, out, grid, BLOCK, 0, ANY)
+            round_block(x, i, out, grid, BLOCK, 0, ANY, streams)
             i += BLOCK
     while i < last:
-        round_block(x, i, out, grid, 1, 0, ANY)
+        round_block(x, i, out, grid, 1, 0, ANY, None)
         i += 1
 
 
 @njit(nogil=True, error_model="numpy", parallel=True, cache=True)
-def round_parallel(x: Any, out: Any, grid: Any, is_bounded: Any, is_short: Any, num_threads: Any) -> None:
+def round_parallel(x: Any, out: Any, grid: Any, is_bounded: Any, is_short: Any, streams: Any, num_threads: Any) -> None:
     """`round_range` of a whole array on several threads, in pieces of whole blocks."""
     step = ((x.size + num_threads - 1) // num_threads + BLOCK - 1) // BLOCK * BLOCK
     for thread in numba.prange(num_threads):
         first = thread * step
-        round_range(x, out, first, min(x.size, first + step), grid, is_bounded, is_short)
+        round_range(x, out, first, min(x.size, first + step), grid, is_bounded, is_short, streams)

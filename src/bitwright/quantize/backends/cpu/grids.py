@@ -5,11 +5,13 @@ Which record it becomes says how it is rounded (`rounding`): Numba compiles a ke
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from bitwright.formats import CodebookFormat, FloatFormat, Format, IntFormat
 from bitwright.formats.decode import decode_codes
@@ -70,12 +72,13 @@ class RangeGrid(NamedTuple):
 
 
 class CodebookGrid(NamedTuple):
-    """A short list of values in ascending order; `bounds[i]` is the largest fp32 that rounds to `values[i]`."""
+    """A list of 16 values. Shorter ones are filled up with what no number rounds to.
 
-    bounds: Any
-    values: Any
-    #: The code of each value.
-    codes: Any
+    One fp32 array, which Numba hands to its threads where it would not hand tuples: 15 bounds, the i-th being the
+    largest fp32 that rounds to the i-th value in ascending order; the 16 values in that order; their codes.
+    """
+
+    table: Any
 
 
 class FloatCode(NamedTuple):
@@ -100,7 +103,7 @@ class IntCode(NamedTuple):
 
 
 class CodebookCode(NamedTuple):
-    """The value of every code in order."""
+    """The value of every code in order, an fp32 array filled up to 16."""
 
     values: Any
 
@@ -111,7 +114,7 @@ Grid = FloatGrid | OneZeroGrid | WideGrid | IntGrid | RangeGrid | CodebookGrid
 Code = FloatCode | IntCode | CodebookCode
 
 #: A codebook is compared value by value: longer ones are not.
-MAX_CODEBOOK_BITS = 4
+CODEBOOK_VALUES = 16
 #: 1.5 · 2^23 + n is exact for |n| up to 2^22.
 MAX_INT_BITS = 22
 
@@ -121,7 +124,9 @@ def why_no_grid(format: Format, overflow: str) -> str | None:
     if isinstance(format, IntFormat):
         return None if format.bits <= MAX_INT_BITS else f"{format.name} has more than {MAX_INT_BITS} bits"
     if isinstance(format, CodebookFormat):
-        return None if format.bits <= MAX_CODEBOOK_BITS else f"codebook {format.name} has {len(format.values)} values"
+        return (
+            None if len(format.values) <= CODEBOOK_VALUES else f"codebook {format.name} has {len(format.values)} values"
+        )
     stand_in = overflow_values(format, overflow)
     if stand_in.nan is not None and not math.isnan(stand_in.nan):
         return f"overflow rule {overflow} replaces the NaN that {format.name} lacks"
@@ -172,7 +177,7 @@ def code_of(format: Format) -> Code:
         case IntFormat():
             return IntCode(np.uint32(1 << (format.bits - 1) if format.signed else 0))
         case CodebookFormat():
-            return CodebookCode(tuple(np.float32(value) for value in format.values))
+            return CodebookCode(_filled(format.values, 0.0))
     return FloatCode(
         np.uint32(32 - format.bits),
         np.uint32(23 - format.fraction_bits),
@@ -205,14 +210,16 @@ def _codebook_grid(format: CodebookFormat) -> CodebookGrid:
     codes = sorted(range(1 << format.bits), key=lambda code: format.values[code])
     values = [format.values[code] for code in codes]
     bounds = []
-    for low, high in itertools.pairwise(values):
+    for low, high in pairwise(values):
         middle = np.float32(low + (high - low) / 2)
         # the largest fp32 number that goes to `low`: the middle, or its neighbour, as the reference has it
-        candidates = np.array(
-            [np.nextafter(middle, np.float32(-np.inf)), middle, np.nextafter(middle, np.float32(np.inf))]
-        )
-        rounded = decode_codes(format, encode_values(format, candidates))
-        bounds.append(np.float32(candidates[rounded == low][-1]))
-    return CodebookGrid(
-        tuple(bounds), tuple(np.float32(value) for value in values), tuple(np.uint32(code) for code in codes)
-    )
+        around = (np.nextafter(middle, np.float32(-np.inf)), middle, np.nextafter(middle, np.float32(np.inf)))
+        rounded = decode_codes(format, encode_values(format, np.array(around)))
+        bounds.append(float(np.array(around)[rounded == low][-1]))
+    parts = (_filled(bounds, np.inf)[:-1], _filled(values, 0.0), _filled(codes, 0.0))
+    return CodebookGrid(np.concatenate(parts))
+
+
+def _filled(numbers: Sequence[float], filling: float) -> npt.NDArray[np.float32]:
+    """Numbers filled up to CODEBOOK_VALUES."""
+    return np.array([*numbers, *[filling] * (CODEBOOK_VALUES - len(numbers))], np.float32)

@@ -9,6 +9,9 @@ Arrays hold fp32 as float32, bf16 as uint16 and fp16 as int16, since NumPy has n
 in registers as all even, then all odd elements, because a 32-bit word holds two and splits with one shift and one mask.
 Whatever is done lane by lane, or to all lanes, cannot tell; `packing`, which can, loads in order.
 
+Results larger than the caches are *streamed*: written past them, since a cache line would be read before it is written
+otherwise, which costs a third of all traffic.
+
 Bits and floats are turned into each other by bit-cast instructions, never through two views of one array, which the
 optimiser may reorder.
 """
@@ -24,6 +27,9 @@ from numba.extending import intrinsic
 
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F16, F32 = ir.HalfType(), ir.FloatType()
+
+#: Bytes that memory moves together.
+CACHE_LINE = 64
 
 MAGNITUDE_MASK = 0x7FFFFFFF
 SIGN_MASK = 0x80000000
@@ -109,7 +115,21 @@ def _bf16_in_upper_half(builder: Any, values: Any, known: int) -> Any:
     return builder.select(is_nan, builder.or_(bits, all_lanes(0x400000, bits.type)), rounded)
 
 
-def store(context: Any, builder: Any, array_type: Any, array: Any, index: Any, values: Any, known: int) -> None:
+def is_streaming(streams: Any) -> bool:
+    """Whether an argument says that results go past the caches: where they do not, its type is that of None."""
+    return not isinstance(streams, types.NoneType)
+
+
+def write(builder: Any, lanes: Any, place: Any, align: int, streams: bool) -> None:
+    """Store lanes; where they stream, past the caches: whole cache lines to an address that is a multiple of 64."""
+    stored = builder.store(lanes, place, align=CACHE_LINE if streams else align)
+    if streams:
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(I32, 1)]))
+
+
+def store(
+    context: Any, builder: Any, array_type: Any, array: Any, index: Any, values: Any, known: int, streams: bool
+) -> None:
     """Lanes in the order of `load` to W elements."""
     element, width = array_type.dtype, values.type.count
     if element == types.float32:
@@ -129,14 +149,13 @@ def store(context: Any, builder: Any, array_type: Any, array: Any, index: Any, v
             )
             kept = odd if known == EXACT else builder.and_(odd, all_lanes(0xFFFF0000, half))
             stored = builder.or_(kept, builder.lshr(even, all_lanes(16, half)))
-    builder.store(
-        stored,
-        pointer(context, builder, array_type, array, index, stored.type),
-        align=element.bitwidth // 8,
-    )
+    place = pointer(context, builder, array_type, array, index, stored.type)
+    write(builder, stored, place, element.bitwidth // 8, streams)
 
 
-def store_in_order(context: Any, builder: Any, array_type: Any, array: Any, index: Any, values: Any) -> None:
+def store_in_order(
+    context: Any, builder: Any, array_type: Any, array: Any, index: Any, values: Any, streams: bool
+) -> None:
     """Consecutive lanes to W elements."""
     element, width = array_type.dtype, values.type.count
     stored = values
@@ -146,7 +165,7 @@ def store_in_order(context: Any, builder: Any, array_type: Any, array: Any, inde
         words = _bf16_in_upper_half(builder, values, ANY)
         stored = builder.trunc(builder.lshr(words, all_lanes(16, words.type)), ir.VectorType(I16, width))
     place = pointer(context, builder, array_type, array, index, stored.type)
-    builder.store(stored, place, align=element.bitwidth // 8)
+    write(builder, stored, place, element.bitwidth // 8, streams)
 
 
 def minimum(builder: Any, bound: Any, value: Any) -> Any:

@@ -114,7 +114,9 @@ def pack_rows(
     codes = np.empty(columns, np.uint8)
     for row in range(first_row, last_row):
         of_row = x[row * columns : (row + 1) * columns]
-        quantize_rows(of_row, codes, scales[row * groups : (row + 1) * groups], 0, 1, columns, size, rule, grid, True)
+        quantize_rows(
+            of_row, codes, scales[row * groups : (row + 1) * groups], 0, 1, columns, size, rule, grid, True, None
+        )
         pack_bits(codes, columns, packed[row], 0, bits)
 
 
@@ -155,7 +157,7 @@ def pack_scaled_rows(
     codes = np.empty(columns, np.uint8)
     for row in range(first_row, last_row):
         of_row = x[row * columns : (row + 1) * columns]
-        scale_rows(of_row, codes, scales[row // rows : row // rows + 1], 0, 1, columns, size, 1, grid, True)
+        scale_rows(of_row, codes, scales[row // rows : row // rows + 1], 0, 1, columns, size, 1, grid, True, None)
         pack_bits(codes, columns, packed[row], 0, bits)
 
 
@@ -180,19 +182,21 @@ def pack_scaled_rows_parallel(
 
 
 @njit(nogil=True, error_model="numpy")
-def _decode_group(codes: Any, first: Any, last: Any, out: Any, position: Any, multiplier: Any, code: Any) -> None:
+def _decode_group(
+    codes: Any, first: Any, last: Any, out: Any, position: Any, multiplier: Any, code: Any, streams: Any
+) -> None:
     i = first
     while i + BLOCK <= last:
-        decoded_block(codes, i, out, position + i, multiplier, code, BLOCK)
+        decoded_block(codes, i, out, position + i, multiplier, code, BLOCK, streams)
         i += BLOCK
     while i + 16 <= last:
-        decoded_block(codes, i, out, position + i, multiplier, code, 16)
+        decoded_block(codes, i, out, position + i, multiplier, code, 16, None)
         i += 16
     while i + 8 <= last:
-        decoded_block(codes, i, out, position + i, multiplier, code, 8)
+        decoded_block(codes, i, out, position + i, multiplier, code, 8, None)
         i += 8
     while i < last:
-        decoded_block(codes, i, out, position + i, multiplier, code, 1)
+        decoded_block(codes, i, out, position + i, multiplier, code, 1, None)
         i += 1
 
 
@@ -208,6 +212,7 @@ def unpack_rows(
     rows: Any,
     code: Any,
     bits: Any,
+    streams: Any,
 ) -> None:
     """Bytes of rows to values; ``scales[row // rows, column // size]`` is what multiplies codes."""
     codes = np.empty(columns, np.uint8)
@@ -216,7 +221,7 @@ def unpack_rows(
         of_row = scales[row // rows]
         for group in range(of_row.size):
             first = group * size
-            _decode_group(codes, first, min(first + size, columns), out, row * columns, of_row[group], code)
+            _decode_group(codes, first, min(first + size, columns), out, row * columns, of_row[group], code, streams)
 
 
 @njit(nogil=True, error_model="numpy", parallel=True, cache=True)
@@ -230,10 +235,11 @@ def unpack_rows_parallel(
     rows: Any,
     code: Any,
     bits: Any,
+    streams: Any,
     num_threads: Any,
 ) -> None:
     """`unpack_rows` on several threads."""
     step = (num_rows + num_threads - 1) // num_threads
     for thread in numba.prange(num_threads):
         first = thread * step
-        unpack_rows(packed, out, scales, first, min(num_rows, first + step), columns, size, rows, code, bits)
+        unpack_rows(packed, out, scales, first, min(num_rows, first + step), columns, size, rows, code, bits, streams)

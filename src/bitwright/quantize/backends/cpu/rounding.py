@@ -15,9 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
+from numba import types
 
 from bitwright.quantize.backends.cpu.grids import (
+    CODEBOOK_VALUES,
     CodebookCode,
     CodebookGrid,
     FloatCode,
@@ -42,8 +43,13 @@ from bitwright.quantize.backends.cpu.lanes import (
 )
 
 
-def _fields(builder: Any, grid_type: Any, grid: Any) -> list[Any]:
-    return [builder.extract_value(grid, position) for position in range(len(grid_type))]
+def _fields(context: Any, builder: Any, grid_type: Any, grid: Any) -> list[Any]:
+    """The fields of a record; of an array, the address of its numbers."""
+    fields = [builder.extract_value(grid, position) for position in range(len(grid_type))]
+    return [
+        context.make_array(kind)(context, builder, field).data if isinstance(kind, types.Array) else field
+        for kind, field in zip(grid_type, fields, strict=True)
+    ]
 
 
 def _on_grid(builder: Any, fields: list[Any], values: Any) -> tuple[Any, Any, Any]:
@@ -100,12 +106,23 @@ def _round_range(builder: Any, fields: list[Any], values: Any, signs: Any, is_bo
     return maximum(builder, low, minimum(builder, high, values))
 
 
+def _codebook_lanes(builder: Any, table: Any, first: int, num: int, like: ir.Type) -> list[Any]:
+    """Numbers of a table (its address) from `first` on, each in all lanes."""
+    places = [builder.gep(table, [ir.Constant(I32, first + i)]) for i in range(num)]
+    return [splat(builder, builder.load(place), like) for place in places]
+
+
+def _choose(builder: Any, table: Any, values: Any, first: int) -> Any:
+    """Of the 16 numbers of a table from `first` on, that of the interval which a value lies in."""
+    bounds = _codebook_lanes(builder, table, 0, CODEBOOK_VALUES - 1, values.type)
+    found, *others = _codebook_lanes(builder, table, first, CODEBOOK_VALUES, values.type)
+    for bound, other in zip(bounds, others, strict=True):
+        found = builder.select(builder.fcmp_ordered(">", values, bound), other, found)
+    return found
+
+
 def _round_codebook(builder: Any, fields: list[Any], values: Any, signs: Any, is_bounded: bool) -> Any:
-    bounds, entries = (cgutils.unpack_tuple(builder, field) for field in fields[:2])
-    found = splat(builder, entries[0], values.type)
-    for bound, entry in zip(bounds, entries[1:], strict=True):
-        is_above = builder.fcmp_ordered(">", values, splat(builder, bound, values.type))
-        found = builder.select(is_above, splat(builder, entry, values.type), found)
+    found = _choose(builder, fields[0], values, CODEBOOK_VALUES - 1)
     return builder.select(builder.fcmp_unordered("uno", values, values), values, found)
 
 
@@ -119,10 +136,10 @@ _ROUND: dict[type, Callable[..., Any]] = {
 }
 
 
-def emit_round(builder: Any, grid_type: Any, grid: Any, values: Any, signs: Any, is_bounded: bool) -> Any:
+def emit_round(context: Any, builder: Any, grid_type: Any, grid: Any, values: Any, signs: Any, is_bounded: bool) -> Any:
     """`values` on `grid`, with the signs of `signs` where it keeps −0; `is_bounded`: its limit is its largest."""
     emit = _ROUND[grid_type.instance_class]
-    return emit(builder, _fields(builder, grid_type, grid), values, signs, is_bounded)
+    return emit(builder, _fields(context, builder, grid_type, grid), values, signs, is_bounded)
 
 
 def _encode_float(builder: Any, fields: list[Any], values: Any) -> Any:
@@ -157,12 +174,8 @@ def _encode_int(builder: Any, fields: list[Any], values: Any, signs: Any) -> Any
 
 
 def _encode_codebook(builder: Any, fields: list[Any], values: Any, signs: Any) -> Any:
-    bounds, codes = (cgutils.unpack_tuple(builder, fields[position]) for position in (0, 2))
-    found = splat(builder, codes[0], values.type)
-    for bound, code in zip(bounds, codes[1:], strict=True):
-        is_above = builder.fcmp_ordered(">", values, splat(builder, bound, values.type))
-        found = builder.select(is_above, splat(builder, code, values.type), found)
-    return found
+    codes = _choose(builder, fields[0], values, 2 * CODEBOOK_VALUES - 1)
+    return builder.fptoui(codes, ir.VectorType(I32, values.type.count))
 
 
 _ENCODE: dict[type, Callable[..., Any]] = {
@@ -173,9 +186,9 @@ _ENCODE: dict[type, Callable[..., Any]] = {
 }
 
 
-def emit_encode(builder: Any, grid_type: Any, grid: Any, values: Any, signs: Any) -> Any:
+def emit_encode(context: Any, builder: Any, grid_type: Any, grid: Any, values: Any, signs: Any) -> Any:
     """The code of every lane, 0 of NaN."""
-    codes = _ENCODE[grid_type.instance_class](builder, _fields(builder, grid_type, grid), values, signs)
+    codes = _ENCODE[grid_type.instance_class](builder, _fields(context, builder, grid_type, grid), values, signs)
     return builder.select(builder.fcmp_unordered("uno", values, values), all_lanes(0, codes.type), codes)
 
 
@@ -207,7 +220,7 @@ def _decode_int(builder: Any, fields: list[Any], codes: Any) -> Any:
 
 def _decode_codebook(builder: Any, fields: list[Any], codes: Any) -> Any:
     """A tree of selections, one level a bit."""
-    level = [splat(builder, entry, codes.type) for entry in cgutils.unpack_tuple(builder, fields[0])]
+    level = _codebook_lanes(builder, fields[0], 0, CODEBOOK_VALUES, codes.type)
     bit = 1
     while len(level) > 1:
         is_set = builder.icmp_unsigned("!=", builder.and_(codes, all_lanes(bit, codes.type)), all_lanes(0, codes.type))
@@ -223,6 +236,6 @@ _DECODE: dict[type, Callable[..., Any]] = {
 }
 
 
-def emit_decode(builder: Any, code_type: Any, code: Any, codes: Any) -> Any:
+def emit_decode(context: Any, builder: Any, code_type: Any, code: Any, codes: Any) -> Any:
     """The value of every code."""
-    return _DECODE[code_type.instance_class](builder, _fields(builder, code_type, code), codes)
+    return _DECODE[code_type.instance_class](builder, _fields(context, builder, code_type, code), codes)

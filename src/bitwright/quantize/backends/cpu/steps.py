@@ -22,6 +22,7 @@ from bitwright.quantize.backends.cpu.lanes import (
     all_lanes,
     call,
     fma,
+    is_streaming,
     load,
     load_in_order,
     pointer,
@@ -35,18 +36,18 @@ from bitwright.quantize.backends.cpu.rounding import emit_decode, emit_encode, e
 
 @intrinsic(prefer_literal=True)
 def round_block(
-    typing_context: Any, x: Any, index: Any, out: Any, grid: Any, width: Any, is_bounded: Any, known: Any
+    typing_context: Any, x: Any, index: Any, out: Any, grid: Any, width: Any, is_bounded: Any, known: Any, streams: Any
 ) -> Any:
     """``out[index : index + W] = round(x[…])``. is_bounded: no rounded magnitude exceeds the largest number."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x_type, _, out_type, grid_type, *_ = signature.args
         values = load(context, builder, x_type, args[0], args[1], width.literal_value)
-        rounded = emit_round(builder, grid_type, args[3], values, values, bool(is_bounded.literal_value))
-        store(context, builder, out_type, args[2], args[1], rounded, known.literal_value)
+        rounded = emit_round(context, builder, grid_type, args[3], values, values, bool(is_bounded.literal_value))
+        store(context, builder, out_type, args[2], args[1], rounded, known.literal_value, is_streaming(streams))
         return context.get_dummy_value()
 
-    return types.void(x, types.intp, out, grid, width, is_bounded, known), emit
+    return types.void(x, types.intp, out, grid, width, is_bounded, known, streams), emit
 
 
 @intrinsic(prefer_literal=True)
@@ -160,7 +161,7 @@ def _prefetch(context: Any, builder: Any, array_type: Any, array: Any, index: An
 
 
 def _quantize_lanes(
-    context: Any, builder: Any, signature: Any, args: Any, scales: Any, width: int, method: int
+    context: Any, builder: Any, signature: Any, args: Any, scales: Any, width: int, method: int, streams: bool
 ) -> None:
     """Load, divide, round, multiply and store; or store codes, where `out` holds bytes."""
     x_type, out_type, grid_type = signature.args[0], signature.args[2], signature.args[6]
@@ -170,12 +171,14 @@ def _quantize_lanes(
     scale, inverse, multiplier = (scales(position, values.type) for position in (3, 4, 5))
     quotient = _divide(builder, values, scale, inverse, method)
     if gives_bytes:
-        codes = builder.trunc(emit_encode(builder, grid_type, args[6], quotient, values), ir.VectorType(I8, width))
+        codes = builder.trunc(
+            emit_encode(context, builder, grid_type, args[6], quotient, values), ir.VectorType(I8, width)
+        )
         builder.store(codes, pointer(context, builder, out_type, args[2], args[1], codes.type), align=1)
     else:
-        codes = emit_round(builder, grid_type, args[6], quotient, values, True)
+        codes = emit_round(context, builder, grid_type, args[6], quotient, values, True)
         known = {DIVIDE: ANY, MULTIPLY: ANY, SHORT_CODES: EXACT}.get(method, NUMBERS)
-        store(context, builder, out_type, args[2], args[1], builder.fmul(codes, multiplier), known)
+        store(context, builder, out_type, args[2], args[1], builder.fmul(codes, multiplier), known, streams)
     if method != DIVIDE:
         _prefetch(context, builder, x_type, args[0], args[1], width)
 
@@ -192,6 +195,7 @@ def scaled_block(
     grid: Any,
     width: Any,
     method: Any,
+    streams: Any,
 ) -> Any:
     """``out[index : index + W] = round(x[…] / scale) · multiplier``, by one of the methods of division.
 
@@ -202,11 +206,13 @@ def scaled_block(
         def scales(position: int, like: Any) -> Any:
             return splat(builder, args[position], like)
 
-        _quantize_lanes(context, builder, signature, args, scales, width.literal_value, method.literal_value)
+        _quantize_lanes(
+            context, builder, signature, args, scales, width.literal_value, method.literal_value, is_streaming(streams)
+        )
         return context.get_dummy_value()
 
     number = types.float32
-    return types.void(x, types.intp, out, number, number, number, grid, width, method), emit
+    return types.void(x, types.intp, out, number, number, number, grid, width, method, streams), emit
 
 
 #: Numbers that `scaled_blocks` and the functions of `packing` look at together.
@@ -226,6 +232,7 @@ def scaled_blocks(
     first: Any,
     size: Any,
     method: Any,
+    streams: Any,
 ) -> Any:
     """`scaled_block` of 64 numbers in groups of `size` (8, 16, 32), whose scales start at ``scale[first]``."""
 
@@ -241,10 +248,10 @@ def scaled_blocks(
             lanes = ir.Constant(ir.VectorType(I32, BLOCK), [place // size.literal_value for place in order])
             return builder.shuffle_vector(numbers, ir.Constant(vector, ir.Undefined), lanes)
 
-        _quantize_lanes(context, builder, signature, args, scales, BLOCK, method.literal_value)
+        _quantize_lanes(context, builder, signature, args, scales, BLOCK, method.literal_value, is_streaming(streams))
         return context.get_dummy_value()
 
-    return types.void(x, types.intp, out, scale, inverse, multiplier, grid, types.intp, size, method), emit
+    return types.void(x, types.intp, out, scale, inverse, multiplier, grid, types.intp, size, method, streams), emit
 
 
 def _joined(builder: Any, low: Any, high: Any, bits: int) -> Any:
@@ -323,17 +330,27 @@ def unpack_block(typing_context: Any, packed: Any, position: Any, codes: Any, in
 
 @intrinsic(prefer_literal=True)
 def decoded_block(
-    typing_context: Any, codes: Any, index: Any, out: Any, position: Any, multiplier: Any, code: Any, width: Any
+    typing_context: Any,
+    codes: Any,
+    index: Any,
+    out: Any,
+    position: Any,
+    multiplier: Any,
+    code: Any,
+    width: Any,
+    streams: Any,
 ) -> Any:
     """``out[position : position + W] = value of codes[index : index + W] · multiplier``, one code a byte."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        codes_type, _, out_type, _, _, code_type, _ = signature.args
+        codes_type, _, out_type, _, _, code_type, *_ = signature.args
         stored = ir.VectorType(I8, width.literal_value)
         lanes = builder.load(pointer(context, builder, codes_type, args[0], args[1], stored), align=1)
-        values = emit_decode(builder, code_type, args[5], builder.zext(lanes, ir.VectorType(I32, width.literal_value)))
+        values = emit_decode(
+            context, builder, code_type, args[5], builder.zext(lanes, ir.VectorType(I32, width.literal_value))
+        )
         values = builder.fmul(values, splat(builder, args[4], values.type))
-        store_in_order(context, builder, out_type, args[2], args[3], values)
+        store_in_order(context, builder, out_type, args[2], args[3], values, is_streaming(streams))
         return context.get_dummy_value()
 
-    return types.void(codes, types.intp, out, types.intp, types.float32, code, width), emit
+    return types.void(codes, types.intp, out, types.intp, types.float32, code, width, streams), emit

@@ -118,14 +118,16 @@ def _find_scales(amax_bits: Any, ideal: Any, stored: Any, rule: Any) -> None:
             power = _power_of_two(np.int32(margin - _exponent(inverse)))
             ideal[t] = power * inv_tensor_scale if amax > _ZERO else _ZERO
     if rule.store == STORE_RANGE:
-        round_block(ideal, 0, stored, RangeGrid(np.float32(rule.store_a), np.float32(rule.store_b)), RUN_GROUPS, 1, ANY)
+        round_block(
+            ideal, 0, stored, RangeGrid(np.float32(rule.store_a), np.float32(rule.store_b)), RUN_GROUPS, 1, ANY, None
+        )
     elif rule.store == STORE_FLOAT:
         largest = np.float32(rule.store_c)
         grid = FloatGrid(np.uint32(rule.store_a), np.uint32(rule.store_b), largest, largest, largest, np.uint32(24))
-        round_block(ideal, 0, stored, grid, RUN_GROUPS, 1, ANY)
+        round_block(ideal, 0, stored, grid, RUN_GROUPS, 1, ANY, None)
     else:
         wide = WideGrid(np.uint32(rule.store_a), np.uint32(rule.store_b))
-        round_block(ideal, 0, stored, wide, RUN_GROUPS, 1, ANY)
+        round_block(ideal, 0, stored, wide, RUN_GROUPS, 1, ANY, None)
     for t in range(RUN_GROUPS):
         stored[t] = stored[t] if amax_bits[t] < _INF_BITS else _NAN
 
@@ -169,37 +171,39 @@ def _find_amaxes(x: Any, start: Any, size: Any, num: Any, found: Any) -> None:
 
 
 @njit(nogil=True, error_model="numpy")
-def _write_usual(x: Any, start: Any, size: Any, num: Any, out: Any, run: Any, grid: Any, method: Any) -> Any:
+def _write_usual(
+    x: Any, start: Any, size: Any, num: Any, out: Any, run: Any, grid: Any, method: Any, streams: Any
+) -> Any:
     """Round the first groups of `num`, whose scales are all usual; returns how many were rounded."""
     scale, inverse, multiplier = run
     t = 0
     if method == SHORT_CODES:
         if size == 32:
             for t in range(0, num - 1, 2):
-                scaled_blocks(x, start + t * 32, out, scale, inverse, multiplier, grid, t, 32, SHORT_CODES)
+                scaled_blocks(x, start + t * 32, out, scale, inverse, multiplier, grid, t, 32, SHORT_CODES, streams)
             return num // 2 * 2
         if size == 8:
             for t in range(0, num - 7, 8):
-                scaled_blocks(x, start + t * 8, out, scale, inverse, multiplier, grid, t, 8, SHORT_CODES)
+                scaled_blocks(x, start + t * 8, out, scale, inverse, multiplier, grid, t, 8, SHORT_CODES, streams)
             return num // 8 * 8
     if size == 32:
         for t in range(0, num - 1, 2):
-            scaled_blocks(x, start + t * 32, out, scale, inverse, multiplier, grid, t, 32, CORRECTED)
+            scaled_blocks(x, start + t * 32, out, scale, inverse, multiplier, grid, t, 32, CORRECTED, streams)
         return num // 2 * 2
     if size == 16:
         for t in range(0, num - 3, 4):
-            scaled_blocks(x, start + t * 16, out, scale, inverse, multiplier, grid, t, 16, CORRECTED)
+            scaled_blocks(x, start + t * 16, out, scale, inverse, multiplier, grid, t, 16, CORRECTED, streams)
         return num // 4 * 4
     for t in range(num):
         i, end = start + t * size, start + (t + 1) * size
         while i + 64 <= end:
-            scaled_block(x, i, out, scale[t], inverse[t], multiplier[t], grid, 64, CORRECTED)
+            scaled_block(x, i, out, scale[t], inverse[t], multiplier[t], grid, 64, CORRECTED, streams)
             i += 64
         while i + 8 <= end:
-            scaled_block(x, i, out, scale[t], inverse[t], multiplier[t], grid, 8, CORRECTED)
+            scaled_block(x, i, out, scale[t], inverse[t], multiplier[t], grid, 8, CORRECTED, None)
             i += 8
         while i < end:
-            scaled_block(x, i, out, scale[t], inverse[t], multiplier[t], grid, 1, DIVIDE)
+            scaled_block(x, i, out, scale[t], inverse[t], multiplier[t], grid, 1, DIVIDE, None)
             i += 1
     return num
 
@@ -211,12 +215,21 @@ def _write_unusual(x: Any, start: Any, size: Any, first: Any, num: Any, out: Any
     for t in range(first, num):
         divisor = scale[t] if scale[t] != _ZERO else _INFINITE
         for i in range(start + t * size, start + (t + 1) * size):
-            scaled_block(x, i, out, divisor, inverse[t], multiplier[t], grid, 1, DIVIDE)
+            scaled_block(x, i, out, divisor, inverse[t], multiplier[t], grid, 1, DIVIDE, None)
 
 
 @njit(nogil=True, error_model="numpy")
 def _write_run(
-    x: Any, start: Any, size: Any, num: Any, out: Any, scale: Any, gives_codes: Any, grid: Any, method: Any
+    x: Any,
+    start: Any,
+    size: Any,
+    num: Any,
+    out: Any,
+    scale: Any,
+    gives_codes: Any,
+    grid: Any,
+    method: Any,
+    streams: Any,
 ) -> None:
     """Round `num` groups under their scales, in one of the fast ways if all scales are usual."""
     inverse, multiplier = np.empty(RUN_GROUPS, np.float32), np.empty(RUN_GROUPS, np.float32)
@@ -228,13 +241,23 @@ def _write_run(
         num_usual += 1 if scale[t] >= _SAFE_LOW and scale[t] <= _SAFE_HIGH else 0
     run, done = (scale, inverse, multiplier), 0
     if num_usual == num:
-        done = _write_usual(x, start, size, num, out, run, grid, method)
+        done = _write_usual(x, start, size, num, out, run, grid, method, streams)
     _write_unusual(x, start, size, done, num, out, run, grid)
 
 
 @njit(nogil=True, error_model="numpy")
 def _quantize_groups(
-    x: Any, out: Any, scales: Any, start: Any, size: Any, first: Any, num: Any, rule: Any, grid: Any, gives_codes: Any
+    x: Any,
+    out: Any,
+    scales: Any,
+    start: Any,
+    size: Any,
+    first: Any,
+    num: Any,
+    rule: Any,
+    grid: Any,
+    gives_codes: Any,
+    streams: Any,
 ) -> None:
     """Groups of `size` numbers from x[start] on: values, or the values of codes, into `out`, scales into
     ``scales[first : first + num]`` (none where `scales` is empty)."""
@@ -253,7 +276,7 @@ def _quantize_groups(
         if scales.size:
             for t in range(count):
                 scales[first + run_start + t] = stored[t] * unit
-        _write_run(x, offset, size, count, out, scale, gives_codes, grid, rule.method)
+        _write_run(x, offset, size, count, out, scale, gives_codes, grid, rule.method, streams)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
@@ -268,6 +291,7 @@ def quantize_rows(
     rule: Any,
     grid: Any,
     gives_codes: Any,
+    streams: Any,
 ) -> None:
     """Rows of groups of `size` numbers, the last group of each row perhaps shorter."""
     whole = columns // size
@@ -275,9 +299,11 @@ def quantize_rows(
     groups = whole + (1 if rest else 0)
     for row in range(first_row, last_row):
         start, first = row * columns, row * groups
-        _quantize_groups(x, out, scales, start, size, first, whole, rule, grid, gives_codes)
+        _quantize_groups(x, out, scales, start, size, first, whole, rule, grid, gives_codes, streams)
         if rest:
-            _quantize_groups(x, out, scales, start + whole * size, rest, first + whole, 1, rule, grid, gives_codes)
+            _quantize_groups(
+                x, out, scales, start + whole * size, rest, first + whole, 1, rule, grid, gives_codes, streams
+            )
 
 
 @njit(nogil=True, error_model="numpy", parallel=True, cache=True)
@@ -291,13 +317,14 @@ def quantize_rows_parallel(
     rule: Any,
     grid: Any,
     gives_codes: Any,
+    streams: Any,
     num_threads: Any,
 ) -> None:
     """`quantize_rows` on several threads."""
     step = (rows + num_threads - 1) // num_threads
     for thread in numba.prange(num_threads):
         first = thread * step
-        quantize_rows(x, out, scales, first, min(rows, first + step), columns, size, rule, grid, gives_codes)
+        quantize_rows(x, out, scales, first, min(rows, first + step), columns, size, rule, grid, gives_codes, streams)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
@@ -312,6 +339,7 @@ def scale_rows(
     rows: Any,
     grid: Any,
     gives_codes: Any,
+    streams: Any,
 ) -> None:
     """Rows under scales that are known: ``scales[row // rows, column // size]`` is what multiplies codes."""
     scale = np.ones(RUN_GROUPS, np.float32)
@@ -324,10 +352,10 @@ def scale_rows(
             count = min(groups, whole - first)
             for t in range(count):
                 scale[t] = of_row[first + t]
-            _write_run(x, start + first * size, size, count, out, scale, gives_codes, grid, CORRECTED)
+            _write_run(x, start + first * size, size, count, out, scale, gives_codes, grid, CORRECTED, streams)
         if rest:
             scale[0] = of_row[whole]
-            _write_run(x, start + whole * size, rest, 1, out, scale, gives_codes, grid, CORRECTED)
+            _write_run(x, start + whole * size, rest, 1, out, scale, gives_codes, grid, CORRECTED, streams)
 
 
 @njit(nogil=True, error_model="numpy", parallel=True, cache=True)
@@ -341,17 +369,18 @@ def scale_rows_parallel(
     rows: Any,
     grid: Any,
     gives_codes: Any,
+    streams: Any,
     num_threads: Any,
 ) -> None:
     """`scale_rows` on several threads."""
     step = (num_rows + num_threads - 1) // num_threads
     for thread in numba.prange(num_threads):
         first = thread * step
-        scale_rows(x, out, scales, first, min(num_rows, first + step), columns, size, rows, grid, gives_codes)
+        scale_rows(x, out, scales, first, min(num_rows, first + step), columns, size, rows, grid, gives_codes, streams)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def multiply_range(x: Any, out: Any, first: Any, last: Any, inverse: Any, scale: Any, grid: Any) -> Any:
+def multiply_range(x: Any, out: Any, first: Any, last: Any, inverse: Any, scale: Any, grid: Any, streams: Any) -> Any:
     """``out[first : last] = round(x[…] · inverse) · scale``; returns the word of the largest magnitude: one read."""
     found = np.uint32(0)
     for start in range(first, last, RUN_NUMBERS):
@@ -359,23 +388,23 @@ def multiply_range(x: Any, out: Any, first: Any, last: Any, inverse: Any, scale:
         found = np.uint32(max(found, amax_bits_of(x, start, end - start)))
         i = start
         while i + 64 <= end:
-            scaled_block(x, i, out, scale, inverse, scale, grid, 64, MULTIPLY)
+            scaled_block(x, i, out, scale, inverse, scale, grid, 64, MULTIPLY, streams)
             i += 64
         while i < end:
-            scaled_block(x, i, out, scale, inverse, scale, grid, 1, MULTIPLY)
+            scaled_block(x, i, out, scale, inverse, scale, grid, 1, MULTIPLY, None)
             i += 1
     return found
 
 
 @njit(nogil=True, error_model="numpy", parallel=True, cache=True)
-def multiply_parallel(x: Any, out: Any, inverse: Any, scale: Any, grid: Any, num_threads: Any) -> Any:
+def multiply_parallel(x: Any, out: Any, inverse: Any, scale: Any, grid: Any, streams: Any, num_threads: Any) -> Any:
     """`multiply_range` of a whole array on several threads."""
     step = ((x.size + num_threads - 1) // num_threads + 63) // 64 * 64
     found = np.zeros(num_threads, np.uint32)
     for thread in numba.prange(num_threads):
         first = thread * step
         if first < x.size:
-            found[thread] = multiply_range(x, out, first, min(x.size, first + step), inverse, scale, grid)
+            found[thread] = multiply_range(x, out, first, min(x.size, first + step), inverse, scale, grid, streams)
     return found.max()
 
 

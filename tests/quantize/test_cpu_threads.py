@@ -1,0 +1,85 @@
+"""CPU kernels on several threads, and with results that go past the caches: the same numbers as on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from galleries import same_bits
+from torch import Tensor
+
+from bitwright import formats
+from bitwright.quantize import SCHEMES, TensorScheme
+from bitwright.quantize.backends import cpu
+from bitwright.quantize.backends import torch as torch_backend
+
+#: One of each kind of number (float, integer, codebook), of rule, and of which numbers share a scale.
+SCALED = ("mxfp4", "int4_g128", "nf4_g64", "nvfp4", "fp8_block")
+
+
+@pytest.fixture(params=["in the caches", "past the caches"])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    if request.param == "past the caches":
+        monkeypatch.setattr(cpu, "_STREAMED_BYTES", 1)
+    yield
+    torch.set_num_threads(before)
+
+
+def matrix(dtype: torch.dtype) -> Tensor:
+    """Enough numbers for three threads, whose rows do not divide by three; NaN, zeros and an outlier among them."""
+    x = torch.randn(200, 512, generator=torch.Generator().manual_seed(0))
+    x[7, 3], x[9], x[100, 300] = torch.nan, 0.0, 1e6
+    return x.to(dtype)
+
+
+def scheme_of(name: str) -> TensorScheme:
+    scheme = SCHEMES[name].weights
+    assert scheme is not None
+    return scheme
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled(name: str) -> None:
+    x, scheme = matrix(torch.float32), scheme_of(name)
+    assert same_bits(cpu.fake_quantize(x, scheme), torch_backend.fake_quantize(x, scheme))
+    packed, expected = cpu.pack(x, scheme), torch_backend.pack(x, scheme)
+    assert torch.equal(packed.codes, expected.codes)
+    assert same_bits(cpu.unpack(packed), torch_backend.unpack(expected))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "bf16", "int8", "nf4"])
+def test_elementwise(name: str, dtype: torch.dtype) -> None:
+    x, number = matrix(dtype), formats.get(name)
+    assert same_bits(cpu.round_values(x, number), torch_backend.round_values(x, number))
+
+
+@pytest.mark.usefixtures("threads")
+def test_every_mode_and_delayed_scaling() -> None:
+    x, number = matrix(torch.float32), formats.get("fp8_e5m2")
+    drawn = cpu.round_values(x, number, rounding="stochastic", seed=5)
+    assert same_bits(drawn, torch_backend.round_values(x, number, rounding="stochastic", seed=5))
+    x[7, 3] = 0.0
+    values, amax = cpu.scale_with_amax(x, number, torch.tensor(0.3))
+    expected, largest = torch_backend.scale_with_amax(x, number, torch.tensor(0.3))
+    assert same_bits(values, expected) and amax == largest == 1e6
+
+
+def test_results_that_do_not_begin_with_a_cache_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_STREAMED_BYTES", 1)
+    x, scheme = matrix(torch.float32), scheme_of("mxfp4")
+    for offset in (1, 4, 16):
+        out = torch.empty(x.numel() + offset)[offset:].view(x.shape)
+        assert same_bits(cpu.fake_quantize(x, scheme, out=out), torch_backend.fake_quantize(x, scheme))
+
+
+def test_rows_that_are_no_multiple_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_STREAMED_BYTES", 1)
+    x = matrix(torch.float32)[:, :500].contiguous()
+    for name in ("mxfp4", "int4_g128", "fp8_w"):
+        assert same_bits(cpu.fake_quantize(x, scheme_of(name)), torch_backend.fake_quantize(x, scheme_of(name)))
