@@ -503,6 +503,7 @@ def run_and_show(arguments: argparse.Namespace, console: Console) -> int:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         results["failures"] = failures
+        results["groups"] = GROUPS
         results["rows"] = [as_record(row) for row in rows]
         out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print_rows(rows, arguments.markdown, console)

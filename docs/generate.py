@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import io
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -19,10 +20,15 @@ from unittest.mock import patch
 
 import typer
 
+sys.path.insert(0, str(Path(__file__).parent))  # the pages of this folder, also where a test loads this file
+
+import measured
+
 from bitwright import formats, hardware
 from bitwright.cli.app import create_app, run
 from bitwright.cli.formats import native_devices, spell_specials
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS, TensorScheme
+from bitwright.quantize.select import BACKENDS
 from bitwright.search.settings import default_schemes
 
 DOCS = Path(__file__).parent
@@ -114,9 +120,10 @@ decimal digits that the significand is worth. *Steps per octave*: values from 2^
 a matrix rate for it ([devices](hardware.md)). *Aliases* are names of other libraries; they are accepted where text
 comes in (command line, files, checkpoints) and nowhere else.
 
-A format says nothing of scales: those belong to a [scheme](schemes.md) or to a block format. Two formats may share a
-layout and differ in their special values: OCP's `fp8_e4m3` gives up Inf and reaches 448, MI300's `fp8_e4m3fnuz` also
-gives up −0 and reaches 240. The same byte means twice as much in the first as in the second.
+A format says nothing of scales: those belong to a [scheme](schemes.md) or to a block format. Formats may share a layout
+and differ in their special values. E4M3 is three formats: OCP's `fp8_e4m3` gives up Inf and reaches 448, the IEEE-style
+`fp8_e4m3_ieee` keeps it and reaches 240, MI300's `fp8_e4m3fnuz` also gives up −0 and reaches 240; the same byte means
+half as much in the last as in the first. A codebook (`nf4`) is a list of values and follows no layout.
 
 ## Block formats
 
@@ -133,9 +140,15 @@ scale follows from the values. *Max*: the largest value that some block can hold
 
 {markdown_table(("overflow rule", "what becomes of numbers beyond the range"), overflows)}
 
-## On the command line
+## A format of your own
 
-Every command takes formats of your own from a file: `--format-file my.toml`.
+A TOML file describes it, without code: every `bitwright formats` command takes `--format-file my-format.toml`, and from
+Python `formats.add` takes what `formats.read_format_file` returns. From then on it is a format like any other.
+
+```toml
+{(DOCS / "examples" / "my-format.toml").read_text(encoding="utf-8")}```
+
+## On the command line
 
 {terminal("formats")}
 
@@ -314,9 +327,19 @@ def _command(usage: str, verb: Any) -> str:
     return "\n\n".join(parts)
 
 
+def quantize_page() -> str:
+    """docs/quantize.md"""
+    rows = [
+        (f"`{backend.name}`", backend.description, ", ".join(backend.device_types) or "any") for backend in BACKENDS
+    ]
+    rows.append(("`reference`", "NumPy, plain and slow: the judge of the others, which never runs", ""))
+    return measured.quantize_page(_NOTICE, markdown_table(("backend", "what it is", "preferred on"), rows))
+
+
 #: File of docs/ → what makes it.
 PAGES = {
     "formats.md": formats_page,
+    "quantize.md": quantize_page,
     "schemes.md": schemes_page,
     "hardware.md": hardware_page,
     "commands.md": commands_page,
