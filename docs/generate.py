@@ -146,7 +146,7 @@ A TOML file describes it, without code: every `bitwright formats` command takes 
 Python `formats.add` takes what `formats.read_format_file` returns. From then on it is a format like any other.
 
 ```toml
-{(DOCS / "examples" / "my-format.toml").read_text(encoding="utf-8")}```
+{(DOCS / "snippets" / "my-format.toml").read_text(encoding="utf-8")}```
 
 ## On the command line
 

@@ -14,7 +14,7 @@ from bitwright.errors import BitwrightError, FormatError
 from bitwright.formats import CodebookFormat, FloatFormat, IntFormat
 from bitwright.formats.decode import decode_codes
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "my-format.toml"
+EXAMPLE = Path(__file__).parents[2] / "docs" / "snippets" / "my-format.toml"
 
 E4M3 = """
 [[format]]
