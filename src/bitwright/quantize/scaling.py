@@ -238,23 +238,14 @@ def exact_power_of_two(exponent: Tensor) -> Tensor:
     return torch.where(held >= -126, normal, subnormal).view(torch.float32)
 
 
-def tensor_scales(peak: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """Tensor scale and inverse tensor scale of a tensor whose largest finite magnitude is `peak`: 0-d, see the opening.
-
-    Args:
-        peak: fp32 0-d.
-        limit: largest stored block scale times what the largest code stands for (NVFP4: 448 · 6).
-    """
-    is_zero = peak == 0
-    tensor_scale = torch.where(is_zero, 1.0, divided(peak, limit).clamp(min=2.0**-128))
-    return tensor_scale, torch.where(is_zero, 1.0, quotient(limit, peak).clamp(max=_LARGEST_FP32))
-
-
 def _tensor_scales(peak: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """The same from the groups that are finite."""
+    """The tensor scale and its inverse, from the groups that are finite: 0-d."""
     finite = torch.where(torch.isfinite(peak), peak, torch.zeros_like(peak))
     tensor_peak = finite.amax() if finite.numel() else finite.new_zeros(())
-    return tensor_scales(tensor_peak, float(formats.FORMATS[groups.scaling.scale_format].max) * groups.largest)
+    limit = float(formats.FORMATS[groups.scaling.scale_format].max) * groups.largest
+    is_zero = tensor_peak == 0
+    tensor_scale = torch.where(is_zero, 1.0, divided(tensor_peak, limit).clamp(min=2.0**-128))
+    return tensor_scale, torch.where(is_zero, 1.0, quotient(limit, tensor_peak).clamp(max=_LARGEST_FP32))
 
 
 def _relative_squared_error(groups: Groups, scale: Tensor) -> Tensor:

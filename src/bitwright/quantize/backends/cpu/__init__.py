@@ -22,11 +22,13 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from bitwright import formats
 from bitwright.formats import CodebookFormat, FloatFormat, Format, IntFormat
+from bitwright.formats.block_scales import tensor_scales
 from bitwright.quantize.backends import torch as torch_backend
 from bitwright.quantize.backends.cpu import elementwise, modes, packing, tiles
 from bitwright.quantize.backends.cpu.announce import run
@@ -47,7 +49,7 @@ from bitwright.quantize.backends.cpu.steps import BLOCK, CORRECTED, SHORT_CODES
 from bitwright.quantize.granularity import to_groups
 from bitwright.quantize.pack import PackedTensor, stored_dtype
 from bitwright.quantize.qtensor import QTensor
-from bitwright.quantize.scaling import Scales, find_scales, tensor_scales
+from bitwright.quantize.scaling import Scales, find_scales
 from bitwright.quantize.scheme import Scaling, TensorScheme
 
 #: What arrays hold a torch dtype's numbers; the kernels tell them apart by it.
@@ -220,7 +222,7 @@ def unpack(packed: PackedTensor, dtype: torch.dtype = torch.float32, *, out: Ten
     if rows * columns == 0 or dtype == torch.float16:
         return torch_backend.unpack(packed, dtype)
     number = formats.FORMATS[packed.scheme.format]
-    scales = packed.scales.to(torch.float32) * 2.0**scaling.element_exponent
+    scales = _loaded(packed.scales, formats.FORMATS[scaling.scale_format]) * 2.0**scaling.element_exponent
     if packed.tensor_scale is not None:
         scales = scales * packed.tensor_scale
     target = _new((rows, columns), dtype) if out is None else out
@@ -364,7 +366,7 @@ def _find_scales(source: Tensor, scheme: TensorScheme) -> Scales:
         return torch_backend.scales_of(to_groups(source.float(), scaling.granularity), source, scheme)
     rows, columns = source.shape
     granularity = scaling.granularity
-    amax_NG = _amaxes(source, granularity.group_columns(columns))
+    amax_NG = torch.from_numpy(_amaxes(source, granularity.group_columns(columns)))
     if granularity.scope == "tensor":
         amax_NG = amax_NG.amax().reshape(1, 1)
     elif granularity.block_rows:
@@ -375,8 +377,8 @@ def _find_scales(source: Tensor, scheme: TensorScheme) -> Scales:
     return find_scales(amax_NG.unsqueeze(-1), scheme.format, scaling)
 
 
-def _amaxes(source: Tensor, size: int) -> Tensor:
-    """max |x| of every group of every row, fp32 [N, G]; NaN where there is one."""
+def _amaxes(source: Tensor, size: int) -> npt.NDArray[np.float32]:
+    """max |x| of every group of every row, [N, G]; NaN where there is one."""
     rows, columns = source.shape
     amax_bits = np.empty((rows, -(-columns // size)), np.uint32)
     x = _array(source)
@@ -386,17 +388,17 @@ def _amaxes(source: Tensor, size: int) -> Tensor:
             run(tiles.amax_rows_parallel, x, amax_bits, columns, size, num_threads)
     else:
         run(tiles.amax_rows, x, amax_bits, 0, rows, columns, size)
-    return torch.from_numpy(amax_bits.view(np.float32))
+    return amax_bits.view(np.float32)
 
 
-def _finite_peak(source: Tensor, size: int) -> Tensor:
-    """The largest amax of all groups that are finite, 0-d."""
+def _finite_peak(source: Tensor, size: int) -> np.float32:
+    """The largest amax of all groups that are finite."""
     columns = _row_length(source.numel())
-    peak = _amaxes(source.reshape(-1, columns), columns).amax()
-    if bool(torch.isfinite(peak)):
+    peak = _amaxes(source.reshape(-1, columns), columns).max()
+    if np.isfinite(peak):
         return peak
     amax_NG = _amaxes(source, size)
-    return torch.where(torch.isfinite(amax_NG), amax_NG, 0.0).amax()
+    return amax_NG.max(where=np.isfinite(amax_NG), initial=np.float32(0.0))
 
 
 def _write_known(source: Tensor, target: Tensor, scales_RG: Tensor, scheme: TensorScheme, gives_codes: bool) -> None:
@@ -466,10 +468,43 @@ def _streams(target: Tensor, columns: int = BLOCK, size: int = BLOCK) -> bool | 
 
 
 def _stored(scales: Tensor, number: Format) -> Tensor:
-    """Scales in torch's dtype of their format, which holds them exactly."""
+    """Scales in torch's dtype of their format, which holds them exactly. torch's own casts to 8 bits take longer."""
     dtype = stored_dtype(number)
     assert dtype is not None
-    return scales.to(dtype)
+    if _is_exponent(number):
+        return (scales.view(torch.int32) >> 23).to(torch.uint8).view(dtype)  # 2^−127 has the field 0, NaN all ones
+    if number.bits != 8 or why_no_code(number) is not None or scales.numel() == 0:
+        return scales.to(dtype)
+    rows, columns = scales.shape
+    codes = np.empty((rows, columns), np.uint8)
+    arrays = (_array(scales.contiguous()), codes, np.ones((1, 1), np.float32))
+    arguments = (columns, columns, rows, _grid(number), 8)
+    _run_rows(packing.pack_scaled_rows, packing.pack_scaled_rows_parallel, arrays, rows, arguments, scales.numel())
+    stored, is_nan = torch.from_numpy(codes), scales.isnan()
+    if isinstance(number, FloatFormat) and number.nan_code is not None and bool(is_nan.any()):
+        stored.masked_fill_(is_nan, number.nan_code)
+    return stored.view(dtype)
+
+
+def _loaded(scales: Tensor, number: Format) -> Tensor:
+    """Undo `_stored`: fp32."""
+    if _is_exponent(number):
+        field = scales.view(torch.uint8).to(torch.int32)
+        words = (field << 23) + ((field == 0).to(torch.int32) << 22) + ((field == 255).to(torch.int32) << 22)
+        return words.view(torch.float32)
+    if number.bits != 8 or why_no_code(number) is not None or scales.numel() == 0:
+        return scales.to(torch.float32)
+    rows, columns = scales.shape
+    values = torch.empty(rows, columns)
+    arrays = (scales.contiguous().view(torch.uint8).numpy(), _array(values), np.ones((1, 1), np.float32))
+    arguments = (columns, columns, rows, _code(number), 8, None)
+    _run_rows(packing.unpack_rows, packing.unpack_rows_parallel, arrays, rows, arguments, scales.numel())
+    return values
+
+
+def _is_exponent(number: Format) -> bool:
+    """Whether a code is the exponent field of fp32 (E8M0)."""
+    return isinstance(number, FloatFormat) and number.bits == number.exponent_bits == 8 and number.bias == 127
 
 
 def _num_threads(numbers: int) -> int:
