@@ -13,6 +13,7 @@ from bitwright import formats
 from bitwright.quantize import SCHEMES, TensorScheme
 from bitwright.quantize.backends import cpu
 from bitwright.quantize.backends import torch as torch_backend
+from bitwright.quantize.backends.cpu import arrays
 
 #: One of each kind of number (float, integer, codebook), of rule, and of which numbers share a scale.
 SCALED = ("mxfp4", "int4_g128", "nf4_g64", "nvfp4", "fp8_block")
@@ -23,7 +24,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     if request.param == "past the caches":
-        monkeypatch.setattr(cpu, "_STREAMED_BYTES", 1)
+        monkeypatch.setattr(arrays, "STREAMED_BYTES", 1)
     yield
     torch.set_num_threads(before)
 
@@ -71,7 +72,7 @@ def test_every_mode_and_delayed_scaling() -> None:
 
 
 def test_results_that_do_not_begin_with_a_cache_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_STREAMED_BYTES", 1)
+    monkeypatch.setattr(arrays, "STREAMED_BYTES", 1)
     x, scheme = matrix(torch.float32), scheme_of("mxfp4")
     for offset in (1, 4, 16):
         out = torch.empty(x.numel() + offset)[offset:].view(x.shape)
@@ -79,7 +80,7 @@ def test_results_that_do_not_begin_with_a_cache_line(monkeypatch: pytest.MonkeyP
 
 
 def test_rows_that_are_no_multiple_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_STREAMED_BYTES", 1)
+    monkeypatch.setattr(arrays, "STREAMED_BYTES", 1)
     x = matrix(torch.float32)[:, :500].contiguous()
     for name in ("mxfp4", "int4_g128", "fp8_w"):
         assert same_bits(cpu.fake_quantize(x, scheme_of(name)), torch_backend.fake_quantize(x, scheme_of(name)))

@@ -155,10 +155,9 @@ def round_modes(x: Any, out: Any, first: Any, last: Any, grid: Any, mode: Any, s
 
 
 @njit(nogil=True, error_model="numpy", parallel=True, cache=True)
-def round_modes_parallel(
-    x: Any, out: Any, size: Any, grid: Any, mode: Any, seed: Any, random_bits: Any, num_threads: Any
-) -> None:
+def round_modes_parallel(x: Any, out: Any, grid: Any, mode: Any, seed: Any, random_bits: Any, num_threads: Any) -> None:
     """`round_modes` of a whole array on several threads."""
+    size = x.size
     step = (size + num_threads - 1) // num_threads
     for thread in numba.prange(num_threads):
         first = thread * step

@@ -418,9 +418,9 @@ def amax_rows(x: Any, amax_bits: Any, first_row: Any, last_row: Any, columns: An
 
 
 @njit(nogil=True, error_model="numpy", parallel=True, cache=True)
-def amax_rows_parallel(x: Any, amax_bits: Any, columns: Any, size: Any, num_threads: Any) -> None:
+def amax_rows_parallel(x: Any, amax_bits: Any, rows: Any, columns: Any, size: Any, num_threads: Any) -> None:
     """`amax_rows` on several threads."""
-    step = (amax_bits.shape[0] + num_threads - 1) // num_threads
+    step = (rows + num_threads - 1) // num_threads
     for thread in numba.prange(num_threads):
         first = thread * step
-        amax_rows(x, amax_bits, first, min(amax_bits.shape[0], first + step), columns, size)
+        amax_rows(x, amax_bits, first, min(rows, first + step), columns, size)

@@ -1,0 +1,103 @@
+"""Tensors as the arrays that kernels read and write, the threads that they run on, and memory for results.
+
+Large results are allocated by NumPy, which asks for huge pages: memory fresh from the system otherwise costs several
+times what it takes to fill it. Results larger than the caches are written past them (see `lanes`).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bitwright.quantize.backends.cpu import tiles
+from bitwright.quantize.backends.cpu.announce import run
+from bitwright.quantize.backends.cpu.lanes import CACHE_LINE
+from bitwright.quantize.backends.cpu.steps import BLOCK
+
+#: What arrays hold a torch dtype's numbers; the kernels tell them apart by it.
+ARRAY_DTYPES = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+#: Numbers per thread below which a second thread costs more than it brings.
+MIN_PER_THREAD = 1 << 14
+#: Bytes from which on results are allocated in huge pages.
+HUGE_BYTES = 1 << 22
+#: Bytes from which on results are written past the caches.
+STREAMED_BYTES = 1 << 25
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def run_whole(one: Any, several: Any, arrays: tuple[Any, ...], numbers: int, arguments: tuple[Any, ...]) -> Any:
+    """Call a kernel for a flat array of so many numbers, on one thread or on several."""
+    num_threads = _num_threads(numbers)
+    if num_threads > 1:
+        with _ONE_AT_A_TIME:
+            return run(several, *arrays, *arguments, num_threads)
+    return run(one, *arrays, 0, numbers, *arguments)
+
+
+def run_rows(
+    one: Any, several: Any, arrays: tuple[Any, ...], num_rows: int, arguments: tuple[Any, ...], numbers: int
+) -> None:
+    """Call a kernel for all rows, on one thread or on several."""
+    num_threads = min(num_rows, _num_threads(numbers))
+    if num_threads > 1:
+        with _ONE_AT_A_TIME:
+            run(several, *arrays, num_rows, *arguments, num_threads)
+    else:
+        run(one, *arrays, 0, num_rows, *arguments)
+
+
+def array_of(x: Tensor) -> Any:
+    """The numbers of a contiguous tensor as a flat NumPy array that the kernels know."""
+    return x.view(ARRAY_DTYPES[x.dtype]).reshape(-1).numpy()
+
+
+def target_for(source: Tensor, out: Tensor | None) -> Tensor:
+    """Where a kernel writes: `out` if it is contiguous, else new memory."""
+    return out if out is not None and out.is_contiguous() else new_memory(source.shape, source.dtype)
+
+
+def finished(target: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
+    """What was asked for: `out`, if it was given."""
+    return target if out is None or target is out else out.copy_(target)
+
+
+def new_memory(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
+    """Memory to write to: in huge pages where it is large."""
+    if math.prod(shape) * dtype.itemsize < HUGE_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + CACHE_LINE, np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).reshape(shape)
+
+
+def streams_to(target: Tensor, columns: int = BLOCK, size: int = BLOCK) -> bool | None:
+    """True if results go past the caches, else None: they are larger than those, and blocks begin with cache lines."""
+    if target.numel() * target.element_size() < STREAMED_BYTES or target.data_ptr() % CACHE_LINE:
+        return None
+    return True if columns % BLOCK == 0 and (size % BLOCK == 0 or size in (8, 16, 32)) else None
+
+
+def _num_threads(numbers: int) -> int:
+    return max(1, min(torch.get_num_threads(), numbers // MIN_PER_THREAD))
+
+
+def row_length(numbers: int) -> int:
+    """A length that divides a number of elements, near RUN_NUMBERS, so that threads share them; else all of them."""
+    for length in (tiles.RUN_NUMBERS, 1024, 256, 64):
+        if numbers % length == 0:
+            return length
+    return numbers
+
+
+def cut_into_runs(rows: int, columns: int, size: int) -> tuple[int, int]:
+    """Rows and columns of the same matrix cut anew for threads: into runs of whole groups where its rows hold such."""
+    if columns % size or rows > 64:
+        return rows, columns
+    length = size * tiles.RUN_GROUPS
+    return (rows * columns // length, length) if rows * columns % length == 0 else (rows, columns)
