@@ -20,7 +20,8 @@ rule: elsewhere NaN stays NaN, or becomes the largest number under `te`.
 The `cpu` and `torch` backends round all 2^32 numbers. The reference would take an hour or more, and rounds what
 decides: every number at most 2^12 away from one where some library's result changes (as found among all 2^32), and
 every 2^8th of the others. Its arithmetic is monotone between two such places, and it is seen to be right at both ends.
-`--whole-reference` does without that argument.
+`--whole-reference` does without that argument. Numbers are rounded 2^16 at a time; kernels write results of 32 MiB and
+more another way, so that `--backends cpu --per-call 8388608` is a check of its own.
 
 bf16 and fp16 inputs are all looked at too: their values are the judge's, narrowed by torch.
 
@@ -73,7 +74,7 @@ RESULT_FILE = Path(__file__).parent / "results" / "exhaustive.json"
 PACKAGES = ("torch", "ml_dtypes", "gfloat", "numpy", "numba")
 BACKENDS = ("cpu", "torch", "reference")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-#: 256 chunks of 2^24 numbers, in pieces that fit the cache of a core.
+#: 256 chunks of 2^24 numbers, in pieces that fit the cache of a core unless a command line says otherwise.
 CHUNK, PIECE, NUM_CHUNKS = 1 << 24, 1 << 16, 256
 #: Chunks worth looking at first: around 1; the ends of FP8 and fp16; Inf and NaN; zeros; the subnormals of fp16.
 FIRST_CHUNKS = (0x3F, 0xBF, 0x43, 0x47, 0x7F, 0xFF, 0x00, 0x80, 0xC3, 0xC7, 0x3E, 0xBE, 0x40, 0xC0, 0x33, 0xB3, 0x32)
@@ -202,6 +203,8 @@ class Case(NamedTuple):
     rules: tuple[str, ...]
     oracle: str
     asked: str
+    #: How many numbers the backend is given at a time: what is large may take another path.
+    per_call: int
 
 
 @dataclass(kw_only=True, slots=True)
@@ -305,17 +308,17 @@ def start_process() -> None:
     np.seterr(all="ignore")
 
 
-def look_at_chunk(format: str, backends: Sequence[str], whole_reference: bool, chunk: int) -> Tallies:
+def look_at_chunk(format: str, backends: Sequence[str], whole_reference: bool, per_call: int, chunk: int) -> Tallies:
     """Every number of one chunk."""
     tallies: Tallies = {}
     begin = chunk * CHUNK
     fast = [backend for backend in backends if backend != "reference" or whole_reference]
     is_near = np.zeros(CHUNK, np.bool_)
     last: dict[str, Any] = {}
-    for first in range(0, CHUNK, PIECE):
-        x = numbers(np.arange(begin + first, begin + first + PIECE))
+    for first in range(0, CHUNK, per_call):
+        x = numbers(np.arange(begin + first, begin + first + per_call))
         judge = Judge(format, x)
-        look_under_all_rules(tallies, fast, judge)
+        look_under_all_rules(tallies, fast, judge, per_call)
         if len(fast) < len(backends):
             for place in judge.changes(last):
                 is_near[max(0, first + place - NEAR) : first + place + NEAR] = True
@@ -323,7 +326,7 @@ def look_at_chunk(format: str, backends: Sequence[str], whole_reference: bool, c
         is_near[:NEAR] = is_near[-NEAR:] = is_near[::STEP] = True
         words = begin + np.flatnonzero(is_near)
         for first in range(0, words.size, PIECE):
-            look_under_all_rules(tallies, ["reference"], Judge(format, numbers(words[first : first + PIECE])))
+            look_under_all_rules(tallies, ["reference"], Judge(format, numbers(words[first : first + PIECE])), PIECE)
     return tallies
 
 
@@ -332,10 +335,12 @@ def numbers(words: np.ndarray) -> np.ndarray:
     return words.astype(np.uint32).view(np.float32)
 
 
-def look_under_all_rules(tallies: Tallies, backends: Sequence[str], judge: Judge) -> None:
+def look_under_all_rules(tallies: Tallies, backends: Sequence[str], judge: Judge, per_call: int) -> None:
     for backend in backends:
         for rules in rule_groups(judge.format):
-            look(tallies, Case(judge.format, backend, "fp32", rules, "", ""), judge, torch.from_numpy(judge.x))
+            look(
+                tallies, Case(judge.format, backend, "fp32", rules, "", "", per_call), judge, torch.from_numpy(judge.x)
+            )
 
 
 def look_at_short_inputs(format: str, backends: Sequence[str]) -> Tallies:
@@ -346,7 +351,7 @@ def look_at_short_inputs(format: str, backends: Sequence[str]) -> Tallies:
         judge = Judge(format, x.float().numpy())
         for backend in backends:
             for rule in formats.OVERFLOWS:
-                look(tallies, Case(format, backend, dtype_name, (rule,), "", ""), judge, x)
+                look(tallies, Case(format, backend, dtype_name, (rule,), "", "", x.numel()), judge, x)
     return tallies
 
 
@@ -374,7 +379,9 @@ def look(tallies: Tallies, case: Case, judge: Judge, x: torch.Tensor) -> None:
 def run(arguments: argparse.Namespace, console: Console) -> bool:
     """Look at everything, show it on the way; write it if it is whole. False if anything differs."""
     wanted, backends, num_chunks = arguments.formats, arguments.backends, arguments.chunks
-    look = partial(look_at_chunk, backends=backends, whole_reference=arguments.whole_reference)
+    look = partial(
+        look_at_chunk, backends=backends, whole_reference=arguments.whole_reference, per_call=arguments.per_call
+    )
     chunks = list(dict.fromkeys([*FIRST_CHUNKS, *range(NUM_CHUNKS)]))[:num_chunks]
     is_whole, all_equal = num_chunks == NUM_CHUNKS, True
     here = machine(PACKAGES)
@@ -401,7 +408,7 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
                 progress.update(bar, advance=1, rate=done * CHUNK / 1e6 / (time.perf_counter() - begin))
             all_equal &= show(tallies, format, time.perf_counter() - format_begin, console)
             if is_whole:
-                write(tallies, format, backends, here)
+                write(tallies, here)
     return all_equal
 
 
@@ -425,8 +432,8 @@ def show(tallies: Tallies, format: str, seconds: float, console: Console) -> boo
     return differences == 0
 
 
-def write(tallies: Tallies, format: str, backends: Sequence[str], ran_on: dict[str, Any]) -> None:
-    """File what was found for one format, in the place of what was there for these backends.
+def write(tallies: Tallies, ran_on: dict[str, Any]) -> None:
+    """File what was found, in the place of what was there of the same formats, backends and dtypes.
 
     Results of another machine or other versions are dropped; each names the commit that it is of. A line of 16-bit
     inputs is of several rules.
@@ -436,7 +443,9 @@ def write(tallies: Tallies, format: str, backends: Sequence[str], ran_on: dict[s
     if RESULT_FILE.exists():
         content = json.loads(RESULT_FILE.read_text(encoding="utf-8"))
         if content["machine"] == here:
-            kept = [r for r in content["results"] if r["format"] != format or r["backend"] not in backends]
+            replaced = {(case.format, case.backend, case.dtype, case.per_call) for case in tallies}
+            keys = ("format", "backend", "dtype", "per_call")
+            kept = [r for r in content["results"] if tuple(r[key] for key in keys) not in replaced]
     lines: dict[Case, Tally] = {}
     rules: dict[Case, tuple[str, ...]] = {}
     for case, tally in tallies.items():
@@ -447,7 +456,9 @@ def write(tallies: Tallies, format: str, backends: Sequence[str], ran_on: dict[s
         counts = {key: getattr(tally, key) for key in ("inputs", "differences", "known_differences")}
         when = {"backend_s": round(tally.seconds, 2), "date": now(), "commit": ran_on["commit"]}
         kept.append(case._replace(rules=rules[case])._asdict() | counts | when)
-    kept.sort(key=lambda r: (FORMATS.index(r["format"]), BACKENDS.index(r["backend"]), r["dtype"] != "fp32"))
+    kept.sort(
+        key=lambda r: (FORMATS.index(r["format"]), BACKENDS.index(r["backend"]), r["dtype"] != "fp32", r["per_call"])
+    )
     refused = {
         f"{format}, {backend}": reasons
         for format in FORMATS
@@ -503,6 +514,7 @@ def main() -> int:
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--chunks", type=int, default=NUM_CHUNKS, help="how many of the 256; fewer write no result")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--per-call", type=int, default=PIECE, help="numbers rounded at a time, a power of two to 2^24")
     parser.add_argument("--whole-reference", action="store_true", help="all 2^32 numbers through the reference too")
     parser.add_argument("--markdown", action="store_true", help="print the table of the result file")
     arguments = parser.parse_args()
