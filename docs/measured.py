@@ -23,13 +23,17 @@ def _result(name: str) -> dict[str, Any] | None:
 
 
 def _where(results: Mapping[str, Any]) -> str:
-    """Where and when a file was measured."""
+    """Where a file was measured, and when, as far as it says."""
     machine = results["machine"]
-    when = results.get("date", results.get("measured", ""))
-    return (
-        f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, torch {machine['torch']}, "
-        f"commit {machine['commit'].rstrip('+')}, {when}"
-    )
+    known = [
+        machine["cpu"],
+        f"{machine['cores']} cores",
+        f"Python {machine['python']}",
+        f"torch {machine['torch']}",
+        f"commit {machine['commit'].rstrip('+')}" if machine.get("commit") else "",
+        results.get("date", results.get("measured", "")),
+    ]
+    return ", ".join(word for word in known if word)
 
 
 def exactness_table() -> str:

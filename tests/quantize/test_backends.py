@@ -7,6 +7,7 @@ be able to do is listed beside it.
 from __future__ import annotations
 
 import importlib
+import os
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -41,6 +42,10 @@ SCHEMES_OF_KERNELS = [
     and formats.FORMATS[scheme.format].bits <= 8
 ]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Triton's kernels look at amax alone.
+SCHEMES_OF_TRITON = [
+    name for name in SCHEMES_OF_KERNELS if (scaling := SCALED[name].scaling) is not None and scaling.needs_amax_alone
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +63,8 @@ class Backend:
         return importlib.import_module(f"bitwright.quantize.backends.{self.name}")
 
 
+#: Triton's interpreter takes part where it is switched on (`test_triton.py` starts such a process).
+IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = (
     Backend(name="reference"),
     Backend(name="torch"),
@@ -66,6 +73,7 @@ BACKENDS = (
         format_names=frozenset(formats.names()) - {"fp32", "fp64", "e8m0", "nf4"},
         schemes=frozenset(SCHEMES_OF_KERNELS),
     ),
+    *([Backend(name="triton", schemes=frozenset(SCHEMES_OF_TRITON))] if IN_INTERPRETER else []),
 )
 
 EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)

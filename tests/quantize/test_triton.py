@@ -48,6 +48,14 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
 
 
 @NEEDS_TRITON
+@pytest.mark.parametrize("part", ["(nearest_even or stochastic)", "not test_rounding_agrees"])
+def test_the_suite_of_all_backends_in_the_interpreter(part: str, tmp_path: Path) -> None:
+    """Other modes take as long again; triton_interpreted.py has them on fewer inputs."""
+    chosen = [*collect("test_backends.py"), "-k", f"triton and {part}"]
+    assert " passed" in run(chosen, tmp_path, TRITON_INTERPRET="1")
+
+
+@NEEDS_TRITON
 def test_kernels_as_compiled_for_a_gpu(tmp_path: Path) -> None:
     assert " passed" in run(collect("triton_compiled.py"), tmp_path)
 
