@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +20,7 @@ from bitwright.quantize.backends import cpu
 from bitwright.quantize.backends import torch as torch_backend
 from bitwright.quantize.backends.cpu import arrays
 
+ROOT = Path(__file__).parents[2]
 #: One of each kind of number (float, integer, codebook), of rule, and of which numbers share a scale.
 SCALED = ("mxfp4", "int4_g128", "nf4_g64", "nvfp4", "fp8_block")
 
@@ -84,3 +90,35 @@ def test_rows_that_are_no_multiple_of_a_block(monkeypatch: pytest.MonkeyPatch) -
     x = matrix(torch.float32)[:, :500].contiguous()
     for name in ("mxfp4", "int4_g128", "fp8_w"):
         assert same_bits(cpu.fake_quantize(x, scheme_of(name)), torch_backend.fake_quantize(x, scheme_of(name)))
+
+
+def test_callers_on_several_threads_at_once() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        x = matrix(torch.float32)
+        schemes = [scheme_of(name) for name in SCALED] * 4
+        expected = {scheme: torch_backend.fake_quantize(x, scheme) for scheme in set(schemes)}
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda scheme: cpu.fake_quantize(x, scheme), schemes))
+    finally:
+        torch.set_num_threads(before)
+    assert all(same_bits(values, expected[scheme]) for scheme, values in zip(schemes, found, strict=True))
+
+
+def test_a_forked_process_works_on_one_thread() -> None:
+    """As a worker of a DataLoader that was forked from a process whose kernels ran on several threads."""
+    code = """
+import os, sys, torch
+from bitwright.quantize import SCHEMES, fake_quantize
+torch.set_num_threads(2)
+x = torch.randn(256, 512)
+values = fake_quantize(x, SCHEMES["mxfp4"].weights).numpy()
+child = os.fork()
+if child == 0:  # compared by NumPy: torch's own operations on several threads hang here
+    found = fake_quantize(x, SCHEMES["mxfp4"].weights).numpy()
+    os._exit(0 if (found == values).all() else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "2"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)

@@ -7,6 +7,7 @@ times what it takes to fill it. Results larger than the caches are written past 
 from __future__ import annotations
 
 import math
+import os
 import threading
 from typing import Any
 
@@ -28,6 +29,7 @@ HUGE_BYTES = 1 << 22
 #: Bytes from which on results are written past the caches.
 STREAMED_BYTES = 1 << 25
 _ONE_AT_A_TIME = threading.Lock()
+_OWN_PROCESS = os.getpid()
 
 
 def run_whole(one: Any, several: Any, arrays: tuple[Any, ...], numbers: int, arguments: tuple[Any, ...]) -> Any:
@@ -84,6 +86,9 @@ def streams_to(target: Tensor, columns: int = BLOCK, size: int = BLOCK) -> bool 
 
 
 def _num_threads(numbers: int) -> int:
+    """Threads for so many numbers; one in a process that was forked, where the threads of OpenMP do not exist."""
+    if os.getpid() != _OWN_PROCESS:
+        return 1
     return max(1, min(torch.get_num_threads(), numbers // MIN_PER_THREAD))
 
 
