@@ -313,6 +313,30 @@ def test_the_longest_choice_stands_on_one_line_of_80_columns(tmp_path: Path, cap
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.parametrize("columns", ["40", "60"])
+@pytest.mark.parametrize(
+    "arguments", [["show", "some-plan"], ["show", "some-plan", "--sites"], ["schemes"], ["hardware"]]
+)
+def test_narrow_terminals_get_what_80_columns_show(
+    folder: Path, capsys, monkeypatch, columns: str, arguments: list[str]
+):
+    main(arguments)
+    expected = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", columns)
+    main(arguments)
+    assert capsys.readouterr().out == expected
+
+
+def test_json_of_a_plan_is_escaped_where_the_output_is_ascii(tmp_path: Path, monkeypatch):
+    plan = make_plan(num_layers=1)
+    write_plan(plan.replace(notes=("α → β",)), tmp_path / "plan")
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert main(["show", "plan", "--json"]) == 0
+    printed = stdout.buffer.getvalue()
+    assert printed.isascii() and json.loads(printed) == json.loads(Path("plan/plan.json").read_text(encoding="utf-8"))
+
+
 def test_brackets_in_names_are_text(tmp_path: Path, capsys):
     plan = make_plan(num_layers=1)
     site = plan.sites[0].model_copy(update={"name": "transformer.h.0.attn.c_attn[q]", "role": "attn[bold]"})

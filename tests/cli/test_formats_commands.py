@@ -65,11 +65,11 @@ def facts(text: str) -> dict[str, str]:
     return found
 
 
-def in_new_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def in_new_process(*arguments: str, encoding: str = "utf-8", **environment: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; from bitwright.cli import main; sys.exit(main(sys.argv[1:]))"
     variables = {**os.environ, "PYTHONPATH": str(Path(formats.__file__).parents[2]), **environment}
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=variables, check=False
+        [sys.executable, "-c", code, *arguments], capture_output=True, encoding=encoding, env=variables, check=False
     )
 
 
@@ -92,6 +92,45 @@ def test_a_wide_terminal_has_the_devices_in_the_table(printed, monkeypatch: pyte
     monkeypatch.setenv("COLUMNS", "170")
     (line,) = [line for line in printed("").splitlines() if line.startswith("fp8_e4m3 ")]
     assert "h100, h200" in line and "mi300x" not in line
+
+
+@pytest.mark.parametrize("columns", ["40", "60"])
+@pytest.mark.parametrize("command", ["", "show fp64 0.1", "show mxfp4 1 0.1", "show bf16", "compare 3e-5 70000 -1"])
+def test_narrow_terminals_get_what_80_columns_show(printed, monkeypatch, columns: str, command: str) -> None:
+    expected = printed(command)
+    monkeypatch.setenv("COLUMNS", columns)
+    assert printed(command) == expected
+
+
+def test_long_names_cut_no_number(tmp_path: Path) -> None:
+    name = "a_name_that_leaves_no_room_for_the_numbers_beside_it_in_eighty_columns"
+    (tmp_path / "my.toml").write_text(FORMAT_FILE.replace("mine_e3m3", name), encoding="utf-8")
+    listed = in_new_process("formats", "--format-file", "my.toml").stdout
+    (row,) = [line.split() for line in listed.splitlines() if line.startswith("a_name")]
+    assert row[:3] == [name, "7", "30"]
+    word = "0." + 90 * "1"
+    assert word in in_new_process("formats", "show", "mxfp4", word).stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("command", [["show", "bf16", "-0.1"], ["compare", "-0", "70000"], [], ["show", "mxfp4", "-1"]])
+def test_encodings_without_our_characters_show_look_alikes(encoding: str, command: list[str]) -> None:
+    shown = in_new_process("formats", *command, encoding=encoding, PYTHONIOENCODING=encoding)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    usual = in_new_process("formats", *command).stdout
+    assert [len(line) for line in shown.stdout.splitlines()] == [len(line) for line in usual.splitlines()]
+    if command[:2] == ["show", "bf16"]:
+        assert re.search(r"^value +-0\.10009765625 *$", shown.stdout, flags=re.MULTILINE)
+
+
+def test_errors_and_json_survive_ascii() -> None:
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    shown = in_new_process("formats", "show", "bf16", "0.1", **environment)
+    assert shown.returncode == 0 and "-2^-11" in shown.stdout and shown.stdout.isascii()
+    refused = in_new_process("formats", "show", "bf16", "−x", **environment)
+    assert refused.returncode == 2 and refused.stderr.startswith("error: ") and "Traceback" not in refused.stderr
+    usual, escaped = (in_new_process("formats", "--json", **more).stdout for more in ({}, environment))
+    assert escaped.isascii() and not usual.isascii() and json.loads(escaped) == json.loads(usual)
 
 
 def test_native_means_a_rate_in_the_device_file() -> None:
@@ -193,6 +232,31 @@ def test_show_a_block(printed) -> None:
     ]
 
 
+def test_one_number_is_no_plural(printed) -> None:
+    out = printed("show mxfp4 0.1")
+    assert out.startswith("1 number in mxfp4\n") and "1 of 1 number was rounded to fp32" in out
+    out = printed("show mxfp4 0.1 0.2 1")
+    assert out.startswith("3 numbers in mxfp4\n") and "2 of 3 numbers were rounded to fp32" in out
+    assert "with 1 zero:" in printed("show q4_0 " + "1 " * 31)
+
+
+def test_the_sign_of_zero_is_seen_to_be_lost(printed) -> None:
+    out = printed("compare -0 --formats bf16,int8,fp8_e4m3fnuz,nf4,uint4")
+    assert re.findall(r"^(\S+) +(exact|→ \+0) *$", out, flags=re.MULTILINE) == [
+        ("bf16", "exact"),
+        *((name, "→ +0") for name in ("int8", "fp8_e4m3fnuz", "nf4", "uint4")),
+    ]
+    assert facts(printed("show int8 -0"))["error"] == "none, but the sign of the zero is lost"
+    assert "sign lost" in printed("show bfp8 -0 1") and "sign lost" not in printed("show mxfp4 -0 0 1")
+
+
+def test_below_the_smallest_value_is_saturation(printed) -> None:
+    assert re.search(r"^e8m0 +saturated at 5\.88e-39$", printed("compare 1e-40 --formats e8m0"), flags=re.MULTILINE)
+    assert facts(printed("show e8m0 1e-40"))["overflow"].startswith(
+        "yes, and ieee was applied: every rule → 5.87747e-39"
+    )
+
+
 def test_show_two_blocks_and_blocks_of_bytes(printed) -> None:
     out = printed("show bfp8 " + "1 " * 8 + "64")
     assert "scale of block 0" in out and "scale of block 1" in out and "64 (0x85 in e8m0)" in out
@@ -274,6 +338,13 @@ def test_formats_of_ones_own(tmp_path: Path) -> None:
     assert listed.returncode == 0 and re.search(r"^mine_e3m3 +7 ", listed.stdout, flags=re.MULTILINE)
     compared = in_new_process("formats", "--format-file", "my.toml", "compare", "99", "--formats", "mine_e3m3")
     assert "saturated at 30" in compared.stdout
+    (tmp_path / "my.toml").write_text(FORMAT_FILE.replace("[[0x18, 1.0]]", "[[0x18, 1.0], [0x01, 0.03125]]"))
+    twice = ["--format-file", "my.toml", "show", "mine_e3m3", "1.2", "--format-file", "./my.toml"]
+    shown = in_new_process("formats", *twice, "--format-file", "my.toml")
+    assert shown.returncode == 0 and "0x1a = " in shown.stdout
+    (tmp_path / "other.toml").write_text(FORMAT_FILE.replace("bias = 3", "bias = 4").replace("[[0x18, 1.0]]", "[]"))
+    refused = in_new_process("formats", "--format-file", "my.toml", "--format-file", "other.toml")
+    assert refused.returncode == 2 and "'mine_e3m3' is defined twice: in my.toml and other.toml" in refused.stderr
 
 
 def test_fields_and_fates_are_coloured_on_a_terminal() -> None:

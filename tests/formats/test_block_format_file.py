@@ -103,6 +103,9 @@ def test_names_of_either_kind_are_not_taken_again(name: str, taken: str, tmp_pat
         ("= 32", "= 0", "blocks of 0 values"),
         ("= 32", "= 32.0", "'block_size' is 32.0; give a whole number"),
         ("block_size = 32", "", "'block_size' is missing"),
+        # Another field that belongs there is no misspelling of the missing one.
+        ('scale_format = "e8m0"', "", r"'scale_format' is missing\.$"),
+        ('scale_rule = "ocp_floor"', "", r"'scale_rule' is missing\.$"),
         ("block_size", "blocksize", "'block_size' is missing; did you mean 'blocksize'"),
         ('"ocp_floor"', '"ocp"', "unknown scale rule 'ocp'"),
         ('source = "a test"', "", "'source' is missing"),

@@ -217,6 +217,13 @@ def test_the_way_through_float64_is_odd_where_anything_is_lost() -> None:
         ("bf16", "-inf", "exact", -math.inf),
         ("fp8_e5m2", "nan", "exact", math.nan),
         ("e8m0", "0", "NaN", math.nan),
+        ("int8", "-0", "sign lost", 0.0),
+        ("nf4", "-0", "sign lost", 0.0),
+        ("fp8_e4m3fnuz", "-0", "sign lost", 0.0),
+        ("e8m0", "1e-40", "saturated", 2.0**-127),
+        ("e8m0", "0x0.bfffp-127", "saturated", 2.0**-127),
+        ("e8m0", "0x0.cp-127", "rounded", 2.0**-127),
+        ("e8m0", "0x1.01p-127", "rounded", 2.0**-127),
         ("e8m0", "3", "rounded", 4),
         ("fp64", "1e400", "infinite", math.inf),
     ],
@@ -226,6 +233,14 @@ def test_fates(name: str, text: str, fate: str, value: float) -> None:
     assert found.fate == fate
     assert found.point.value == value or (math.isnan(value) and math.isnan(found.point.value))
     assert math.copysign(1, found.point.value) == math.copysign(1, value) or math.isnan(value)
+
+
+@pytest.mark.parametrize(("mode", "is_beyond"), [("up", False), ("toward_zero", True), ("nearest_away", False)])
+def test_below_a_format_without_zero_is_beyond_its_range(mode: str, is_beyond: bool) -> None:
+    """With one binade more, 0.8 · 2**-127 would be 2**-128 toward zero, and 2**-127 by the other modes."""
+    found = explain(formats.FORMATS["e8m0"], Fraction(4, 5) / 2**127, mode)
+    assert found.point.value == 2.0**-127 and found.out_of_range == is_beyond
+    assert explain(formats.FORMATS["e8m0"], Fraction(1, 2**200), mode).out_of_range
 
 
 def test_fates_agree_with_ml_dtypes() -> None:

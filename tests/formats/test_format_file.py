@@ -11,7 +11,7 @@ import pytest
 from bitwright import formats
 from bitwright.catalog import Catalog
 from bitwright.errors import BitwrightError, FormatError
-from bitwright.formats import CodebookFormat, FloatFormat, IntFormat
+from bitwright.formats import BlockFormat, CodebookFormat, FloatFormat, IntFormat
 from bitwright.formats.decode import decode_codes
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "snippets" / "my-format.toml"
@@ -45,10 +45,11 @@ source = "a test"
 
 @pytest.fixture
 def own_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A catalog for one test, since what is added stays until the process ends."""
+    """Catalogs for one test, since what is added stays until the process ends."""
     fields = ("kind", "package", "attribute", "record_type")
-    catalog = Catalog(**{field: getattr(formats.FORMATS, field) for field in fields})
-    monkeypatch.setattr(formats, "FORMATS", catalog)
+    for name in ("FORMATS", "BLOCK_FORMATS"):
+        catalog = getattr(formats, name)
+        monkeypatch.setattr(formats, name, Catalog(**{field: getattr(catalog, field) for field in fields}))
 
 
 def written(folder: Path, text: str) -> Path:
@@ -58,15 +59,18 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_the_example_of_the_docs_is_read_and_used(own_catalog: None) -> None:
-    e3m4, int10, powers = formats.read_format_file(EXAMPLE)
+    e3m4, int10, powers, bfp6 = formats.read_format_file(EXAMPLE)
     assert isinstance(e3m4, FloatFormat) and isinstance(int10, IntFormat) and isinstance(powers, CodebookFormat)
     assert (e3m4.bits, e3m4.max, e3m4.has_nan, int10.min, powers.max) == (8, 31, False, -512, 1)
     assert "int10" not in formats.names()
-    for format in (e3m4, int10, powers):
+    for format in (e3m4, int10, powers, bfp6):
         formats.add(format, origin=str(EXAMPLE))
     assert formats.get("int10") is int10 and formats.resolve("E3M4_finite") == "fp8_e3m4_finite"
     assert formats.round("powers_of_two", [0.8, -0.1, -5]).tolist() == [1.0, 0.0, -1.0]
     assert "powers_of_two" in {row.name for row in formats.rows()}
+    # Block floating point by hand: 3 lies in [2, 4), so that 6-bit mantissas step by 2 · 2**-4 = 0.125.
+    assert isinstance(bfp6, BlockFormat) and bfp6.row.bits_per_value == 6 + 8 / 16
+    assert formats.round("bfp6_b16", [3, -1, 0.09375, 0.03125, -3.96875]).tolist() == [3, -1, 0.125, 0, -4]
 
 
 def test_a_record_from_a_file_is_the_format_of_ml_dtypes(tmp_path: Path) -> None:

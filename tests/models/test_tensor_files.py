@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import tracemalloc
@@ -15,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bitwright.errors import BitwrightError, ModelError, UnknownName
+from bitwright.errors import BitwrightError, FormatError, ModelError, UnknownName
 from bitwright.models import tensor_survey
 from bitwright.models.tensor_files import list_tensors, read_into, select_tensors
 from bitwright.models.tensor_survey import measure_tensors, readable_tensors, survey_tensors
@@ -145,10 +146,17 @@ def test_a_damaged_file_says_what_is_wrong(tmp_path: Path, header: Any, data: by
     assert str(path) in str(caught.value) and len(str(caught.value)) < 600
 
 
-@pytest.mark.parametrize("content", [b"", b"1234567", b"\xff" * 8, struct.pack("<Q", 3) + b"{}", b"GGUF" * 99])
+@pytest.mark.parametrize("content", [b"", b"1234567", b"\xff" * 8, struct.pack("<Q", 3) + b"{}"])
 def test_a_header_that_does_not_fit_its_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match="damaged or no safetensors file"):
+        list_tensors(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("content", [b"GGUF" * 99, b"# A read-me, not tensors.\n", b"PK\3\4" + bytes(300)])
+def test_another_kind_of_file_is_known_by_how_it_begins(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match="is no safetensors file: it begins with " + re.escape(repr(content[:9]))):
         list_tensors(tmp_path / "a.safetensors")
 
 
@@ -215,6 +223,10 @@ def test_nothing_to_read(tmp_path: Path) -> None:
         list_tensors(tmp_path)
     with pytest.raises(ModelError, match="does not exist"):
         list_tensors(tmp_path / "absent.safetensors")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path(os.devnull)):
+        with pytest.raises(ModelError, match=f"{path} is no regular file"):
+            list_tensors(path)
 
 
 def test_globs_match_whole_names(tmp_path: Path) -> None:
@@ -270,6 +282,23 @@ def test_only_nan_leaves_nothing_to_show(tmp_path: Path) -> None:
     save_file({"a": torch.full((3,), torch.nan)}, tmp_path / "a.safetensors")
     with pytest.raises(BitwrightError, match=r"none of the 3 values is finite \(3 NaN, 0 Inf\)"):
         survey_tensors(list_tensors(tmp_path), ["bf16"])
+
+
+def test_tensors_without_values_leave_nothing_to_show(tmp_path: Path) -> None:
+    save_file({"a": torch.empty(0, 4)}, tmp_path / "a.safetensors")
+    with pytest.raises(BitwrightError, match="'a' has no values, so there is nothing to draw"):
+        survey_tensors(list_tensors(tmp_path), ["bf16"])
+    save_file({"a": torch.empty(0), "b": torch.empty(0)}, tmp_path / "a.safetensors")
+    with pytest.raises(BitwrightError, match="the 2 tensors have no values"):
+        survey_tensors(list_tensors(tmp_path), ["bf16"])
+
+
+def test_unsigned_formats_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+    tensors = list_tensors(tmp_path)
+    (tmp_path / "a.safetensors").unlink()
+    with pytest.raises(FormatError, match="uint4 holds no negative numbers"):
+        survey_tensors(tensors, ["bf16", "uint4"])
 
 
 def test_memory_stays_small_whatever_the_size(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from bitwright import formats
 from bitwright.errors import FormatError, UnknownName
-from bitwright.quantize.range_shares import judge_octave, range_shares, scale_to_largest
+from bitwright.quantize.range_shares import fates_by_octave, judge_octave, range_shares, scale_to_largest
 from bitwright.quantize.statistics import measure_statistics
 
 #: Format → (dtype of ml_dtypes or NumPy, smallest normal value by its data sheet).
@@ -24,6 +24,9 @@ CASTS = {
     "fp6_e2m3": (ml_dtypes.float6_e2m3fn, 1.0),
     "fp4_e2m1": (ml_dtypes.float4_e2m1fn, 1.0),
 }
+#: Formats whose data sheets know no sign.
+UNSIGNED = {"e8m0", "uint8", "uint6", "uint5", "uint4", "uint3", "uint2"}
+SIGNED = sorted(set(formats.FORMATS) - UNSIGNED)
 #: Magnitude from which on a format without Inf and NaN rounds beyond its largest value: half a step above it.
 LIMITS = {"fp6_e3m2": 30.0, "fp6_e2m3": 7.75, "fp4_e2m1": 7.0}
 
@@ -115,13 +118,13 @@ def test_a_format_keeps_its_own_values(dtype: type, name: str) -> None:
     assert (found.noise, found.sqnr_db, found.flushed, found.overflow) == (0.0, math.inf, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("name", sorted(formats.FORMATS))
+@pytest.mark.parametrize("name", SIGNED)
 def test_shares_add_up_to_one_in_every_format(name: str) -> None:
     found = range_shares(measure_statistics(spread(np.float32)).histogram, name)
     assert found.zero + found.flushed + found.subnormal + found.normal + found.overflow == pytest.approx(1, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", sorted(formats.FORMATS))
+@pytest.mark.parametrize("name", SIGNED)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=lambda dtype: dtype.__name__)
 def test_scaled_to_its_largest_nothing_overflows(name: str, dtype: type) -> None:
     statistics = measure_statistics(np.random.default_rng(1).standard_normal(5000).astype(dtype))
@@ -153,6 +156,38 @@ def test_octaves_of_e4m3_are_those_of_its_table() -> None:
     assert [k for k, fate in fates.items() if fate == "subnormal"] == [-10, -9, -8, -7]
     assert [k for k, fate in fates.items() if fate == "overflow"] == [9, 10]
     assert judge_octave("fp8_e4m3", 9, scale=2.0) == "normal"
+
+
+@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.parametrize("scale", [1.0, 2.0**-7])
+def test_fates_of_an_octave_are_those_of_the_values_in_it(name: str, scale: float) -> None:
+    dtype, min_normal = CASTS[name]
+    values = np.abs(spread(ml_dtypes.bfloat16, num=4000)).astype(np.float32)
+    values = values[values > 0]
+    with np.errstate(over="ignore"):
+        rounded = (values / np.float32(scale)).astype(dtype).astype(np.float32)
+    overflow = values / scale >= LIMITS[name] if name in LIMITS else ~np.isfinite(rounded)
+    met = np.select([overflow, rounded == 0, rounded < min_normal], ["overflow", "zero", "subnormal"], "normal")
+    octaves = np.floor(np.log2(values.astype(np.float64))).astype(int)
+    expected = {int(octave): frozenset(met[octaves == octave].tolist()) for octave in np.unique(octaves)}
+    assert fates_by_octave(measure_statistics(values).histogram, name, scale) == expected
+    assert any(len(fates) > 1 for fates in expected.values()) or name in ("bf16", "fp16")
+
+
+def test_fates_below_the_largest_are_found_by_its_octaves() -> None:
+    # Scaled, 1024 lies on 448: 1 → 0.4375, 2**-8 → 0.0017 (subnormal), 2**-12 → 0.0001 (0). Octaves end at their top.
+    histogram = measure_statistics(np.array([1024.0, 1.0, 2.0**-8, 2.0**-12])).histogram
+    found = fates_by_octave(histogram, "fp8_e4m3", 1024 / 448, below_amax=True)
+    assert found == {-1: {"normal"}, -11: {"normal"}, -19: {"subnormal"}, -23: {"zero"}}
+    assert set(found) == set(histogram.octaves_below_amax())
+
+
+@pytest.mark.parametrize("name", sorted(UNSIGNED))
+def test_formats_without_negative_numbers_are_refused(name: str) -> None:
+    histogram = measure_statistics(np.array([-1.0, 1.0])).histogram
+    for judge in (range_shares, fates_by_octave):
+        with pytest.raises(FormatError, match=f"{name} holds no negative numbers, .*magnitudes.*name signed formats"):
+            judge(histogram, name)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])

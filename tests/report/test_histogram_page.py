@@ -83,8 +83,8 @@ def test_files_are_written_whole(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("plot.svg", "ends in '.svg'; name a file that ends in .png or .html"),
-        ("plot", "ends in 'nothing'"),
+        ("plot.svg", "ends in '.svg', which tells how to draw; name a file that ends in .png or .html"),
+        ("plot", "'.*plot' has no ending, which tells how to draw; name a file that ends in .png or .html"),
         ("absent/plot.png", "which is no folder"),
         ("folder.png", "is a folder"),
     ],

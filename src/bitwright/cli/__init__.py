@@ -11,11 +11,13 @@ import os
 import sys
 from collections.abc import Sequence
 
+from bitwright.cli.output import show_look_alikes
 from bitwright.errors import BitwrightError, MissingExtra
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``bitwright`` with ``arguments`` (default: the process's own) and return its exit code."""
+    show_look_alikes()
     try:
         code = _run(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()

@@ -7,7 +7,6 @@ columns where the terminal is narrow: first the devices, which then follow as a 
 from __future__ import annotations
 
 import json as json_text
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,8 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from bitwright import formats, hardware
-from bitwright.cli.table import new_table
-from bitwright.formats import FormatRow
+from bitwright.cli.output import write_json
+from bitwright.cli.table import new_console, new_table, print_table
+from bitwright.formats import BlockFormat, Format, FormatRow
 
 #: Columns that a list of devices needs to stand beside the rest.
 _NATIVE_WIDTH = 34
@@ -50,21 +50,27 @@ def formats_command(
     if context.invoked_subcommand is not None:
         return
     if json:
-        sys.stdout.write(json_text.dumps(table_rows(), indent=1, ensure_ascii=False) + "\n")
+        write_json(json_text.dumps(table_rows(), indent=1, ensure_ascii=False) + "\n")
         return
-    console = Console()
-    print_formats(console)
+    print_formats(new_console())
 
 
 def add_format_files(paths: Sequence[Path] | None) -> None:
-    """Make the formats of the files known, for this run.
+    """Make the formats of the files known, for this run. A file that is named twice is taken once.
 
     Raises:
         FormatError: a file cannot be read, or a name is taken.
     """
     for path in paths or ():
         for format in formats.read_format_file(path):
-            formats.add(format, origin=str(path))
+            if not _is_known(format):
+                formats.add(format, origin=str(path))
+
+
+def _is_known(format: Format | BlockFormat) -> bool:
+    """Compared as text, since a golden value may be NaN, which nothing equals."""
+    catalog: Mapping[str, object] = formats.BLOCK_FORMATS if isinstance(format, BlockFormat) else formats.FORMATS
+    return format.name in catalog and repr(catalog[format.name]) == repr(format)
 
 
 def native_devices() -> Mapping[str, tuple[str, ...]]:
@@ -92,15 +98,15 @@ def print_formats(console: Console) -> None:
     narrow, middle = _scalar_table(layout=False, native=None), _scalar_table(layout=True, native=None)
     has_room = _width(console, middle) + _NATIVE_WIDTH <= console.width
     if has_room:
-        console.print(_scalar_table(layout=True, native=native))
+        print_table(console, _scalar_table(layout=True, native=native))
     else:
-        console.print(middle if _width(console, middle) <= console.width else narrow)
+        print_table(console, middle if _width(console, middle) <= console.width else narrow)
     _say(console, "decimal digits: what the significand is worth; layout: bits of sign·exponent·fraction")
     if not has_room:
         console.print()
         _print_native(console, native)
     console.print()
-    console.print(_block_table())
+    print_table(console, _block_table())
     _say(console, "bits: stored per value, scales included; block: how many values share a scale")
 
 
@@ -157,7 +163,7 @@ def _print_native(console: Console, native: Mapping[str, tuple[str, ...]]) -> No
     table.columns[0].no_wrap = False
     for devices, names in together.items():
         table.add_row(Text(", ".join(names)), Text(", ".join(devices)))
-    console.print(table)
+    print_table(console, table)
 
 
 def _block_table() -> Table:

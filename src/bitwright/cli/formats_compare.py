@@ -13,7 +13,7 @@ from rich.text import Text
 from bitwright import formats
 from bitwright.cli.formats import FormatFiles, Overflow, Rounding, add_format_files
 from bitwright.cli.number_text import spell_number, spell_percent
-from bitwright.cli.table import new_table
+from bitwright.cli.table import new_console, new_table, print_table
 from bitwright.cli.usage import UsageMistake, raise_if_option, split_names
 from bitwright.errors import FormatError
 from bitwright.formats import Format
@@ -26,6 +26,7 @@ _STYLES: dict[Fate, str] = {
     "exact": "green",
     "subnormal": "yellow",
     "zero": "bold red",
+    "sign lost": "yellow",
     "infinite": "bold red",
     "NaN": "bold magenta",
     "NaN lost": "bold magenta",
@@ -55,7 +56,7 @@ def compare_command(
     names = [row.name for row in formats.rows()] if only is None else split_names(only, "format")
     records = [_scalar_format(name) for name in names]
     cells = [[spell_fate(record, number, rounding, overflow) for number in numbers] for record in records]
-    console = Console()
+    console = new_console()
     a_row = max(1, (console.width - _NAME_WIDTH) // _CELL_WIDTH)
     for start in range(0, len(numbers), a_row):
         if start:
@@ -97,6 +98,8 @@ def _words(outcome: Explanation) -> str:
         case "rounded" | "subnormal":
             assert outcome.relative_error is not None
             return f"{outcome.fate} {spell_percent(outcome.relative_error)}"
+        case "sign lost":
+            return "→ +0"
         case "saturated":
             return f"saturated at {_at_most_nine(kept.value)}"
         case _:
@@ -104,7 +107,9 @@ def _words(outcome: Explanation) -> str:
 
 
 def _at_most_nine(value: float) -> str:
-    return f"{value:.6g}".replace("-", "−", 1) if abs(value) < 1e6 else f"{value:.3g}".replace("e+", "e")
+    digits = 6 if value == 0 or 1e-4 <= abs(value) < 1e6 else 3
+    text = f"{value:.{digits}g}".replace("e+", "e")
+    return f"−{text[1:]}" if value < 0 else text
 
 
 def _style(outcome: Explanation) -> str:
@@ -120,4 +125,4 @@ def _print_table(
     table = new_table(("format", False), *((title, False) for title in titles))
     for record, row in zip(records, cells, strict=True):
         table.add_row(Text(record.name), *row)
-    console.print(table)
+    print_table(console, table)

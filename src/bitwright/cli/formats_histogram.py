@@ -1,7 +1,7 @@
 """``bitwright formats histogram``: where the values of a checkpoint lie, and what each format would do to them.
 
 The file is streamed: memory does not grow with it. Rows are octaves, the widest first; beside each stands what every
-format makes of it, so that the picture is read without colour.
+format makes of the values in it, so that the picture is read without colour.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from rich.text import Text
 
 from bitwright import formats
 from bitwright.cli.formats import FormatFiles, add_format_files
+from bitwright.cli.number_text import spell_count
 from bitwright.cli.progress import Bars
-from bitwright.cli.table import new_table, print_rows
+from bitwright.cli.table import new_console, new_table, print_rows, print_table
 from bitwright.cli.usage import split_names
 from bitwright.errors import FormatError
 from bitwright.models.tensor_files import StoredTensor, list_tensors, select_tensors
 from bitwright.models.tensor_survey import Survey, prepare_counting, readable_tensors, survey_tensors
-from bitwright.quantize.range_shares import Fate, judge_octave
+from bitwright.quantize.range_shares import Fate, raise_if_unsigned
 from bitwright.report.histogram_page import raise_if_no_place, write_histogram
 from bitwright.report.units import spell_bytes, spell_decibels, spell_number, spell_share
 
@@ -32,7 +33,9 @@ _DEFAULT_FORMATS = "bf16,fp16,fp8_e5m2,fp8_e4m3,fp6_e3m2,fp4_e2m1"
 _MAX_ROWS = 40
 _SIGNS: Mapping[Fate, str] = {"normal": "█", "subnormal": "▒", "zero": "0", "overflow": ">"}
 _STYLES: Mapping[Fate, str] = {"normal": "green", "subnormal": "yellow", "zero": "red", "overflow": "bold red"}
-_LEGEND = "█ full precision   ▒ subnormal   0 rounds to 0   > too large"
+#: Of an octave, or several in one row, whose values do not all fare alike.
+_MIXED = "*"
+_LEGEND = "█ full precision   ▒ subnormal   0 rounds to 0   > too large   * mixed"
 _MIN_BAR, _MAX_BAR = 8, 40
 #: Characters that a tensor's name takes before it is folded.
 _NAME_WIDTH = 28
@@ -73,7 +76,7 @@ def histogram_command(
     with Console(stderr=True).status("preparing (compiles the counting loops once, then keeps them on disk)"):
         prepare_counting(readable)
     survey = _read(tensors, names, sum(entry.num_bytes for entry in readable), scaled=scaled, per_tensor=per_tensor)
-    console = Console()
+    console = new_console()
     _print_summary(console, file, survey)
     console.print()
     _print_octaves(console, survey)
@@ -93,8 +96,9 @@ def _scalar_formats(text: str) -> tuple[str, ...]:
         if name not in formats.FORMATS:
             raise FormatError(
                 f"{name} is a block format: what it does depends on which values share a scale, not on magnitudes "
-                "alone; choose among " + ", ".join(formats.names())
+                "alone; choose among " + ", ".join(name for name in formats.names() if formats.FORMATS[name].signed)
             )
+        raise_if_unsigned(name)
     return names
 
 
@@ -126,11 +130,12 @@ def _print_summary(console: Console, file: Path, survey: Survey) -> None:
         for number, what in ((statistics.num_nan, "NaN"), (statistics.num_inf, "Inf"), (statistics.num_zero, "zeros"))
         if number
     ]
+    tensors = spell_count(survey.num_tensors, "tensor")
     rows = [
         ("file", _printable(str(file))),
         (
             "values",
-            f"{statistics.num:,} in {_count(survey.num_tensors, 'tensor')}; {', '.join(unusual) or 'no NaN, Inf or 0'}",
+            f"{statistics.num:,} in {tensors}; {', '.join(unusual) or 'no NaN, Inf or 0'}",
         ),
         (
             "magnitudes",
@@ -141,15 +146,11 @@ def _print_summary(console: Console, file: Path, survey: Survey) -> None:
     if survey.skipped:
         what = ", ".join(f"{number} of {dtype}" for dtype, number in survey.skipped.items())
         rows.append(
-            ("left out", f"{_count(sum(survey.skipped.values()), 'tensor')} with no floats of whole bytes: {what}")
+            ("left out", f"{spell_count(sum(survey.skipped.values()), 'tensor')} with no floats of whole bytes: {what}")
         )
     if survey.scaled:
         rows.append(("scaled", "each tensor's largest magnitude is put on the format's largest value"))
     print_rows(console, rows)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _print_octaves(console: Console, survey: Survey) -> None:
@@ -168,8 +169,9 @@ def _print_octaves(console: Console, survey: Survey) -> None:
         _print_octave_table(console, survey, names, title, width, bar)
         if names is not tables[-1]:
             console.print()
-    per_row = "" if width == 1 else f"; {width} octaves a row"
-    console.print(Text(f"{_LEGEND}{per_row}", style="dim"))
+    console.print(Text(_LEGEND, style="dim"))
+    if width > 1:
+        console.print(Text(f"{width} octaves a row, from the lower end of the lowest", style="dim"))
 
 
 def _print_octave_table(
@@ -185,16 +187,24 @@ def _print_octave_table(
         table.add_column(Text(_head(name)), justify="center", no_wrap=True)
     for group in range(max(counts), min(counts) - 1, -1):
         count = counts.get(group, 0)
-        # Several octaves are judged by their middle one.
-        exponent = group * width + (width - 1) // 2
-        fates = [judge_octave(name, exponent, _unit_scale(name, survey.scaled)) for name in names]
+        octaves = range(group * width, (group + 1) * width)
+        marks = (_mark([survey.fates[name].get(octave, frozenset()) for octave in octaves]) for name in names)
         table.add_row(
             f"2^{group * width}",
             spell_share(count / num),
             Text(_bar(count / largest, bar), style="cyan"),
-            *(Text(_SIGNS[fate], style=_STYLES[fate]) for fate in fates),
+            *marks,
         )
-    console.print(table)
+    print_table(console, table)
+
+
+def _mark(octaves: Sequence[frozenset[Fate]]) -> Text:
+    """What becomes of the values of a row; nothing where it has none."""
+    fates = frozenset[Fate]().union(*octaves)
+    if len(fates) != 1:
+        return Text(_MIXED if fates else "", style="yellow")
+    (fate,) = fates
+    return Text(_SIGNS[fate], style=_STYLES[fate])
 
 
 def _split(names: Sequence[str], room: int, narrowest: int = 0) -> list[list[str]]:
@@ -218,11 +228,6 @@ def _column_width(name: str) -> int:
 def _head(name: str) -> str:
     """A format's name on two lines."""
     return "\n".join(name.split("_", 1))
-
-
-def _unit_scale(name: str, scaled: bool) -> float:
-    """Scaled, magnitudes are shares of the largest, which stands for the format's largest value."""
-    return 1 / formats.FORMATS[name].max if scaled else 1.0
 
 
 def _bar(share: float, room: int) -> str:
@@ -249,7 +254,7 @@ def _print_shares(console: Console, survey: Survey) -> None:
             spell_share(shares.overflow),
             spell_decibels(shares.sqnr_db),
         )
-    console.print(table)
+    print_table(console, table)
     console.print(
         Text(
             "shares of the finite values; noise of rounding to nearest, the too large held at the largest", style="dim"
@@ -269,7 +274,7 @@ def _print_tensors(console: Console, survey: Survey) -> None:
                 "all NaN" if row.num and row.num == row.num_nan else spell_number(row.amax),
                 *(spell_share(share).removesuffix(" %") for share in lost),
             )
-        console.print(table)
+        print_table(console, table)
     console.print(Text("under each format: % of the tensor's values that become 0 or are too large", style="dim"))
 
 

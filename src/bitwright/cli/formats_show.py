@@ -15,7 +15,7 @@ from bitwright import formats
 from bitwright.cli.formats import FormatFiles, Overflow, Rounding, add_format_files, native_devices, spell_specials
 from bitwright.cli.formats_show_block import print_block, print_block_facts
 from bitwright.cli.number_text import spell_binary, spell_number, spell_percent, spell_short, spell_signed, spell_step
-from bitwright.cli.table import print_rows
+from bitwright.cli.table import new_console, print_rows
 from bitwright.cli.usage import UsageMistake, raise_if_option
 from bitwright.formats import FloatFormat, Format, IntFormat
 from bitwright.formats.describe import describe
@@ -49,7 +49,7 @@ def show_command(
     raise_if_option(context, [name, *words])
     add_format_files(format_file)
     canonical = formats.resolve(name)
-    console = Console(highlight=False)
+    console = new_console(highlight=False)
     if canonical not in formats.FORMATS:
         if code is not None:
             raise UsageMistake(
@@ -171,6 +171,8 @@ def _spell_value(value: float) -> str:
 
 
 def _spell_error(outcome: Explanation) -> str:
+    if outcome.fate == "sign lost":
+        return "none, but the sign of the zero is lost"
     if not outcome.error:
         return "none: the number is kept exactly"
     parts = [spell_signed(outcome.error, 24)]

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from bitwright import formats
-from bitwright.cli.number_text import spell_number, spell_percent, spell_short, spell_signed
-from bitwright.cli.table import new_table, print_rows
+from bitwright.cli.number_text import spell_count, spell_number, spell_percent, spell_short, spell_signed
+from bitwright.cli.table import new_table, print_rows, print_table
 from bitwright.cli.usage import UsageMistake
 from bitwright.formats.block_codec import BlockCodec
 from bitwright.formats.blocks import BlockCodes, BlockFormat
@@ -44,13 +44,24 @@ def print_block(console: Console, format: BlockCodec, words: Sequence[str], roun
     stored = format.encode(np.array([*given, *[0.0] * missing], dtype=np.float32), rounding)
     kept = [float(value) for value in np.asarray(format.decode(stored)).reshape(-1)]
     codes = stored.codes if isinstance(stored, BlockCodes) else None
-    console.print(Text(f"{len(words)} numbers in {format.name}", style="bold"))
+    console.print(Text(f"{spell_count(len(words), 'number')} in {format.name}", style="bold"))
     rows = _scale_rows(format, stored) if isinstance(format, BlockFormat) else _byte_rows(stored)
     if missing:
-        rows.append(("filled up", f"with {missing} zeros: a block has {format.block_size} values, none may be short"))
+        rows.append(
+            (
+                "filled up",
+                f"with {spell_count(missing, 'zero')}: a block has {format.block_size} values, none may be short",
+            )
+        )
     changed = sum(number != value for number, value in zip(numbers, given, strict=True) if isinstance(number, Fraction))
     if changed:
-        rows.append(("first", f"{changed} of {len(numbers)} numbers were rounded to fp32, where blocks start from"))
+        were = "was" if changed == 1 else "were"
+        rows.append(
+            (
+                "first",
+                f"{changed} of {spell_count(len(numbers), 'number')} {were} rounded to fp32, where blocks start from",
+            )
+        )
     print_rows(console, rows)
     console.print()
     has_blocks = len(numbers) > format.block_size
@@ -72,7 +83,7 @@ def print_block(console: Console, format: BlockCodec, words: Sequence[str], roun
             error,
             percent,
         )
-    console.print(table)
+    print_table(console, table)
 
 
 def print_block_facts(console: Console, format: BlockCodec) -> None:
@@ -126,7 +137,8 @@ def _spell_error(number: Real, kept: float) -> tuple[str, str]:
         return "", ""
     error = Fraction(kept) - Fraction(number)
     if not error:
-        return "exact", ""
+        lost = number == 0 and math.copysign(1, number) != math.copysign(1, kept)
+        return "sign lost" if lost else "exact", ""
     return spell_signed(error, 6).removeprefix("≈ "), spell_percent(error / Fraction(number)) if number else ""
 
 

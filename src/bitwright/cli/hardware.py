@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.text import Text
 
 from bitwright import hardware
-from bitwright.cli.table import new_table
+from bitwright.cli.table import new_console, new_table, print_table
 from bitwright.report.units import spell_bytes
 
 
@@ -24,7 +23,7 @@ def hardware_command() -> None:
             Text(rates),
             Text(", ".join(device.aliases)),
         )
-    console = Console()
-    console.print(table)
+    console = new_console()
+    print_table(console, table)
     detected, reason = hardware.detect()
     console.print(Text(f"this machine: {detected.name} ({reason})"))

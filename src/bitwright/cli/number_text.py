@@ -59,6 +59,11 @@ def spell_binary(x: Fraction) -> str:
     return power if odd == 1 else f"−{power}" if odd == -1 else f"{_minus(str(odd))} × {power}"
 
 
+def spell_count(number: int, what: str) -> str:
+    """Return "1 tensor", "2,000 tensors"."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def spell_step(x: Fraction) -> str:
     """Return a distance: powers of two as "2^-11", others in six digits."""
     text = spell_binary(x)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from bitwright.cli.output import write_json
 from bitwright.cli.progress import Bars
-from bitwright.cli.table import print_groups, print_summary
+from bitwright.cli.table import new_console, print_groups, print_summary
 from bitwright.errors import SchemeError
 from bitwright.plan import (
     REPORT_FILE,
@@ -136,9 +135,9 @@ def optimize_command(
             stage.advance()
     written = write_plan(plan, folder, extra_files={REPORT_FILE: report})
     if json:
-        sys.stdout.write(plan.to_json())
+        write_json(plan.to_json())
     else:
-        console = Console()
+        console = new_console()
         print_groups(console, plan)
         console.print()
         print_summary(console, plan)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.text import Text
 
-from bitwright.cli.table import new_table
+from bitwright.cli.table import new_console, new_table, print_table
 
 #: Bits per weight are stated for a matrix whose sides every group size divides.
 _SIDE = 4096
@@ -20,6 +19,6 @@ def schemes_command() -> None:
         bits = "" if scheme.weights is None else f"{8 * scheme.weights.stored_bytes(_SIDE, _SIDE) / _SIDE**2:.3f}"
         activations = "" if scheme.activations is None else scheme.activations.format
         table.add_row(Text(scheme.name), bits, Text(activations), Text(scheme.description))
-    console = Console()
-    console.print(table)
+    console = new_console()
+    print_table(console, table)
     console.print(Text(f"bits: stored bits per weight of a {_SIDE} × {_SIDE} matrix, scales included", style="dim"))

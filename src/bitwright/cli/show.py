@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from bitwright.cli.table import print_groups, print_sites, print_summary
+from bitwright.cli.output import write_json
+from bitwright.cli.table import new_console, print_groups, print_sites, print_summary
 from bitwright.plan import load_plan
 
 
@@ -21,9 +20,9 @@ def show_command(
     """Show the table of a plan."""
     loaded = load_plan(plan)
     if json:
-        sys.stdout.write(loaded.to_json())
+        write_json(loaded.to_json())
         return
-    console = Console()
+    console = new_console()
     if sites:
         print_sites(console, loaded)
     else:

@@ -1,12 +1,14 @@
 """A plan as text: site groups × choice × bits × predicted and measured KL, then what it all comes to.
 
-Fits 80 columns, needs no terminal, and treats every name as text (site names contain brackets).
+Fits 80 columns, needs no terminal, and treats every name as text (site names contain brackets). Names and numbers are
+never cut: a table that needs more room than there is takes it, and the terminal wraps its lines.
 """
 
 from __future__ import annotations
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement, measure_renderables
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +24,42 @@ from bitwright.report.units import (
     spell_percent,
     spell_seconds,
 )
+
+#: Columns that output is laid out for where the terminal has fewer.
+_MIN_WIDTH = 80
+#: A line under the titles, and nothing else, as `box.SIMPLE_HEAD` draws it.
+_ASCII_BOX = box.Box("    \n" * 2 + " -- \n" + "    \n" * 5, ascii=True)
+#: To so many columns text is folded before a table grows beyond the terminal.
+_FOLDED_WIDTH = 16
+#: More columns than any cell takes.
+_ALL_THE_ROOM = 1000
+
+
+def new_console(*, highlight: bool = True) -> Console:
+    """Return a console for stdout, at least 80 columns wide."""
+    console = Console(highlight=highlight)
+    console.width = max(console.width, _MIN_WIDTH)
+    return console
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table, with whatever room its columns that never wrap need."""
+    options = console.options.update(width=_ALL_THE_ROOM)
+    if table.box is not None and options.ascii_only:
+        table.box = _ASCII_BOX
+    for column in table.columns:
+        if column.no_wrap:
+            cells = [cell for cell in (column.header, *column.cells) if cell]
+            column.min_width = measure_renderables(console, options, cells).maximum
+        else:
+            column.max_width = _FOLDED_WIDTH
+    needed = Measurement.get(console, options, table).minimum
+    for column in table.columns:
+        column.max_width = None
+    width = console.width
+    console.width = max(width, needed)
+    console.print(table)
+    console.width = width
 
 
 def new_table(*columns: tuple[str, bool]) -> Table:
@@ -81,7 +119,7 @@ def print_groups(console: Console, plan: Plan) -> None:
         spell_number(plan.summary.predicted_kl),
         spell_number(plan.measured.kl.mean if plan.measured else None),
     )
-    console.print(table)
+    print_table(console, table)
     _say(console, "KL in nats per token. Measured: all sites of one role at once, nothing else.", style="dim")
 
 
@@ -95,7 +133,7 @@ def print_sites(console: Console, plan: Plan) -> None:
             f"{site.bits:.2f}",
             spell_number(site.predicted_kl),
         )
-    console.print(table)
+    print_table(console, table)
 
 
 def print_summary(console: Console, plan: Plan) -> None:
@@ -168,7 +206,7 @@ def print_rows(console: Console, rows: list[tuple[str, str]]) -> None:
     grid.add_column(overflow="fold")
     for title, text in rows:
         grid.add_row(Text(title), Text(text))
-    console.print(grid)
+    print_table(console, grid)
 
 
 def print_limits(console: Console, plan: Plan) -> None:

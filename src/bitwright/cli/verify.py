@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from bitwright.cli.output import write_json
 from bitwright.cli.progress import Bars
-from bitwright.cli.table import measured_rows, print_rows
+from bitwright.cli.table import measured_rows, new_console, print_rows
 from bitwright.plan import Measured, Plan, load_plan
 from bitwright.plan.canonical import canonical_json
 from bitwright.report.units import LIMIT_TITLES, spell_limit_value
@@ -40,9 +39,9 @@ def verify_command(
         measured: Measured = verify(loaded, model=model, evaluation=evaluation, tokens=tokens, progress=bars)
     missed = missed_limits(loaded, measured)
     if json:
-        sys.stdout.write(canonical_json(measured.model_dump(mode="json")))
+        write_json(canonical_json(measured.model_dump(mode="json")))
     else:
-        console = Console()
+        console = new_console()
         print_rows(console, [("plan", str(plan)), ("model", loaded.model.name), *measured_rows(measured)])
         if loaded.measured is not None:
             before = loaded.measured.kl

@@ -30,8 +30,9 @@ from bitwright.formats.written_number import Real, through_float64
 
 #: What a code stands for.
 Kind = Literal["normal", "subnormal", "zero", "infinity", "NaN", "integer", "codebook entry"]
-#: What became of a number. "exact": nothing; "subnormal": rounded to one; "NaN lost": NaN became a number.
-Fate = Literal["exact", "rounded", "subnormal", "zero", "infinite", "NaN", "saturated", "NaN lost"]
+#: What became of a number. "exact": nothing; "subnormal": rounded to one; "sign lost": −0 became +0; "NaN lost": NaN
+#: became a number.
+Fate = Literal["exact", "rounded", "subnormal", "zero", "sign lost", "infinite", "NaN", "saturated", "NaN lost"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +83,8 @@ class Explanation:
     error: Fraction | None
     #: The distance of values around what was asked; None where there is no such thing.
     ulp: Fraction | None
-    #: Rounded as if the format had no end, the number is beyond it; infinite ones, and 0 where there is none, too.
+    #: Rounded as if the format had no end, the number is beyond it: larger than its largest value, infinite, or, in a
+    #: format without 0, smaller than its smallest.
     out_of_range: bool
     #: Overflow rule → what it makes of this number; empty for NaN.
     by_rule: Mapping[str, float]
@@ -251,12 +253,22 @@ def _is_out_of_range(format: Format, start: float, rounding: str) -> bool:
         case FloatFormat():
             index = _magnitude_index(format, start, rounding)
             below = negative and not format.signed and (index > 0 or not format.has_zero)
-            return below or index >= format.num_finite_magnitudes or (start == 0 and not format.has_zero)
+            return below or index >= format.num_finite_magnitudes or _is_too_small(format, start, rounding)
         case IntFormat():
             index = _magnitude_index(format, start, rounding)
             return not format.min <= (-index if negative else index) <= format.max
         case _:
             return not format.min <= start <= format.max
+
+
+def _is_too_small(format: FloatFormat, start: float, rounding: str) -> bool:
+    """Whether a format without 0 would need another binade below its own.
+
+    Four times the number are rounded: that index is the same number of binades higher, and even or odd as well.
+    """
+    if format.has_zero or abs(start) >= format.min_normal:
+        return False
+    return _magnitude_index(format, 4 * start, rounding) < 2 << format.fraction_bits
 
 
 def _magnitude_index(format: FloatFormat | IntFormat, start: float, rounding: str) -> int:
@@ -270,7 +282,7 @@ def _fate(x: Real, point: Point, *, out_of_range: bool) -> Fate:
     if point.kind == "NaN":
         return "NaN"
     if point.value == x:
-        return "exact"
+        return "exact" if math.copysign(1, point.value) == math.copysign(1, x) else "sign lost"
     if point.kind == "infinity":
         return "infinite"
     if out_of_range:

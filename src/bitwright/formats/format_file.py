@@ -34,7 +34,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,12 @@ SPECIALS: Mapping[str, Specials] = {
     "sign_nan": SIGN_NAN_SPECIALS,
 }
 
+#: What a table may hold, whatever its kind.
+_FIELDS = frozenset(
+    {"kind", "scale_format"}.union(
+        *({field.name for field in fields(record)} for record in (FloatFormat, IntFormat, CodebookFormat, BlockFormat))
+    )
+)
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _MISSING: Any = object()
 
@@ -90,7 +96,7 @@ class FormatTable:
         self.asked[key] = None
         value = self.fields.get(key, default)
         if value is _MISSING:
-            hint = nearest_name_hint(key, [name for name in self.fields if name not in self.asked])
+            hint = nearest_name_hint(key, [name for name in self.fields if name not in _FIELDS])
             raise FormatError(f"{self.place}: '{key}' is missing{hint}")
         is_number = kind is float and type(value) is int
         if type(value) is not kind and not is_number and value is not default:

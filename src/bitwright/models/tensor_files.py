@@ -92,7 +92,8 @@ def list_tensors(source: str | os.PathLike[str]) -> tuple[StoredTensor, ...]:
     if path.is_dir():
         return _list_folder(path)
     if not path.is_file():
-        raise ModelError(f"{path} does not exist; pass a .safetensors file, its index, or their folder")
+        what = "is no regular file, which alone can be read in pieces" if path.exists() else "does not exist"
+        raise ModelError(f"{path} {what}; pass a .safetensors file, its index, or their folder")
     if path.name.endswith(".json"):
         return _list_index(path)
     return read_header(path)
@@ -155,15 +156,21 @@ def read_header(path: Path) -> tuple[StoredTensor, ...]:
     try:
         with open(path, "rb") as file:
             num_file_bytes = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            if len(prefix) < 8:
+            opening = file.read(9)
+            if len(opening) < 8:
                 raise _damaged(path, f"it has {num_file_bytes} bytes, and a header begins with 8")
-            (length,) = struct.unpack("<Q", prefix)
+            (length,) = struct.unpack("<Q", opening[:8])
             if length > min(num_file_bytes - 8, _MAX_HEADER_BYTES):
+                if opening[8:] not in (b"{", b""):
+                    raise ModelError(
+                        f"{path} is no safetensors file: it begins with {opening!r}, and such a file with the length "
+                        "of its header and '{'; pass a .safetensors file, its index, or their folder"
+                    )
                 raise _damaged(
                     path,
                     f"its header is said to take {length:,} bytes, and the file has {num_file_bytes:,}",
                 )
+            file.seek(8)
             text = file.read(length)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error

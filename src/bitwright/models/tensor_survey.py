@@ -18,7 +18,14 @@ import numpy as np
 
 from bitwright.errors import ModelError
 from bitwright.models.tensor_files import StoredTensor, read_into
-from bitwright.quantize.range_shares import RangeShares, range_shares, scale_to_largest
+from bitwright.quantize.range_shares import (
+    Fate,
+    RangeShares,
+    fates_by_octave,
+    raise_if_unsigned,
+    range_shares,
+    scale_to_largest,
+)
 from bitwright.quantize.statistics import TensorStatistics, available_threads, empty_statistics, measure_statistics
 
 #: Bytes that a thread reads and counts at a time.
@@ -60,6 +67,8 @@ class Survey:
     statistics: TensorStatistics
     #: k → values in the octave from 2**k; scaled: from 2**k times the largest magnitude of their tensor.
     octaves: dict[int, int]
+    #: Format → octave → all that becomes of the values in it.
+    fates: dict[str, dict[int, frozenset[Fate]]]
     #: Format → what it does to all values.
     shares: dict[str, RangeShares]
     #: One row per tensor, where asked for.
@@ -95,19 +104,23 @@ def survey_tensors(
 
     Args:
         tensors: from `list_tensors`; those without a float format are left out.
-        formats: canonical names of scalar formats.
+        formats: canonical names of scalar formats with negative numbers.
         scaled: put the largest magnitude of each tensor on the format's largest value.
         per_tensor: keep a row per tensor.
         on_read: called with the number of bytes after each piece.
 
     Raises:
+        FormatError: a format has no negative numbers.
         ModelError: a file cannot be read, no tensor holds floats, or no value is finite.
         UnknownName: no such format.
     """
+    for name in formats:
+        raise_if_unsigned(name)
     readable, skipped = readable_tensors(tensors)
     whole = empty_statistics()
     octaves: Counter[int] = Counter()
     totals: dict[str, RangeShares] = {}
+    fates: dict[str, dict[int, frozenset[Fate]]] = {name: {} for name in formats}
     rows: list[TensorRow] = []
     for tensor, statistics in measure_tensors(readable, on_read):
         whole += statistics
@@ -116,11 +129,17 @@ def survey_tensors(
             for name in formats:
                 scale = scale_to_largest(statistics.amax, name) if scaled else 1.0
                 shares[name] = range_shares(statistics.histogram, name, scale)
+                if scaled:
+                    found = fates_by_octave(statistics.histogram, name, scale, below_amax=True)
+                    fates[name] |= {octave: fates[name].get(octave, frozenset()) | found[octave] for octave in found}
         if scaled:
             totals = {name: totals[name] + shares[name] if name in totals else shares[name] for name in formats}
             octaves.update(statistics.histogram.octaves_below_amax())
         if per_tensor:
             rows.append(_row(tensor, statistics, shares))
+    if not whole.num:
+        empty = f"the {len(readable)} tensors have" if len(readable) > 1 else f"{readable[0].name!r} has"
+        raise ModelError(f"{empty} no values, so there is nothing to draw; choose other tensors")
     if not whole.num_finite:
         raise ModelError(
             f"none of the {whole.num:,} values is finite ({whole.num_nan:,} NaN, {whole.num_inf:,} Inf), so there is "
@@ -133,6 +152,7 @@ def survey_tensors(
         skipped=skipped,
         statistics=whole,
         octaves=dict(sorted(octaves.items())) if scaled else whole.histogram.octaves(),
+        fates=fates if scaled else {name: fates_by_octave(whole.histogram, name) for name in formats},
         shares=totals if scaled else {name: range_shares(whole.histogram, name) for name in formats},
         rows=tuple(rows),
     )

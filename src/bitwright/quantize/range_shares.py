@@ -13,14 +13,16 @@ values is exact in its points but not in how many values each had: its 8 points 
 
 float64 values outside float32's range lie in its first and last bin, and are judged as if they were inside.
 
-The sign is not looked at: an unsigned format is judged by the magnitudes it holds. Overflow is what rounds beyond the
-largest value, whatever a rule then makes of it (Inf, NaN, the largest value).
+A histogram of magnitudes knows no signs. A format is judged by its positive numbers, as if the negative ones were the
+same (int8 has −128 as well; codebooks may differ), and one without negative numbers is refused. Overflow is what rounds
+beyond the largest value, whatever a rule then makes of it (Inf, NaN, the largest value).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -31,7 +33,7 @@ from bitwright.errors import FormatError
 from bitwright.formats.decode import decode_codes
 from bitwright.formats.encode import encode_values
 from bitwright.formats.types import FloatFormat, Format, IntFormat
-from bitwright.quantize.magnitude_histogram import MagnitudeHistogram
+from bitwright.quantize.magnitude_histogram import NUM_BINS, MagnitudeHistogram
 
 #: What can become of a value other than zero.
 Fate = Literal["zero", "subnormal", "normal", "overflow"]
@@ -81,45 +83,120 @@ class RangeShares:
         return RangeShares(num=num, signal=self.signal + other.signal, noise=self.noise + other.noise, **shares)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RoundedBins:
+    """The bins of a histogram that hold values, held against a format."""
+
+    #: Their indices: int64 [bins].
+    bins: npt.NDArray[np.int64]
+    #: Values of each bin: int64 [bins].
+    counts: npt.NDArray[np.int64]
+    #: The points that stand for each bin: float64 [bins, points].
+    magnitudes: npt.NDArray[np.float64]
+    #: What becomes of magnitudes / scale: float64 [bins, points].
+    rounded: npt.NDArray[np.float64]
+    #: Fate → which points meet it: bool [bins, points].
+    fates: Mapping[Fate, npt.NDArray[np.bool_]]
+
+
+def raise_if_unsigned(format: str | Format) -> None:
+    """Refuse a format without negative numbers.
+
+    Raises:
+        FormatError: it has none.
+        UnknownName: no format has that name.
+    """
+    record = formats.FORMATS[format] if isinstance(format, str) else format
+    if not record.signed:
+        raise FormatError(
+            f"{record.name} holds no negative numbers, and a histogram looks at magnitudes alone, whatever their sign; "
+            "name signed formats"
+        )
+
+
 def range_shares(histogram: MagnitudeHistogram, format: str | Format, scale: float = 1.0) -> RangeShares:
     """Return what rounding to a format does to the values that a histogram counted.
 
     Args:
         histogram: from `measure_statistics`.
-        format: canonical name, or the record of a scalar format.
+        format: canonical name, or the record of a scalar format, with negative numbers.
         scale: positive and finite; values are divided by it before they are rounded.
 
     Raises:
-        FormatError: `scale` is zero, negative, Inf or NaN.
+        FormatError: the format has no negative numbers, or `scale` is zero, negative, Inf or NaN.
         UnknownName: no format has that name.
     """
+    found = _round_bins(histogram, format, scale)
+    weights = np.broadcast_to(found.counts[:, None] / found.magnitudes.shape[1], found.magnitudes.shape)
+    num = histogram.num_finite
+    share = {fate: float(weights[mask].sum()) / max(num, 1) for fate, mask in found.fates.items()}
+    zero = histogram.num_zero / max(num, 1)
+    with np.errstate(over="ignore"):  # scaled, an error can be more than float64 squares
+        noise = float((weights * (found.magnitudes - scale * found.rounded) ** 2).sum())
+    lost = share["zero"] + share["subnormal"] + share["overflow"]
+    return RangeShares(
+        num=num,
+        zero=zero,
+        flushed=share["zero"],
+        subnormal=share["subnormal"],
+        normal=max(1.0 - zero - lost, 0.0) if num else 0.0,
+        overflow=share["overflow"],
+        signal=float((weights * found.magnitudes**2).sum()),
+        noise=noise,
+    )
+
+
+def fates_by_octave(
+    histogram: MagnitudeHistogram, format: str | Format, scale: float = 1.0, *, below_amax: bool = False
+) -> dict[int, frozenset[Fate]]:
+    """Return octave → all that becomes of the values in it; octaves without values are left out.
+
+    Args:
+        histogram: from `measure_statistics`.
+        format: as in `range_shares`.
+        scale: as in `range_shares`.
+        below_amax: octaves are those of `octaves_below_amax`, in place of `octaves`.
+
+    Raises:
+        FormatError: as `range_shares`.
+        UnknownName: no format has that name.
+    """
+    rounded = _round_bins(histogram, format, scale)
+    found: dict[int, frozenset[Fate]] = {}
+    for fate, mask in rounded.fates.items():
+        counts = np.zeros(NUM_BINS, dtype=np.int64)
+        counts[rounded.bins[mask.any(axis=1)]] = 1
+        part = replace(histogram, counts=counts, num_zero=0)
+        for octave in part.octaves_below_amax() if below_amax else part.octaves():
+            found[octave] = found.get(octave, frozenset()) | {fate}
+    return found
+
+
+def _round_bins(histogram: MagnitudeHistogram, format: str | Format, scale: float) -> _RoundedBins:
     if not (scale > 0 and math.isfinite(scale)):
         raise FormatError(f"the scale is {scale}; it multiplies codes back to values, so give a positive number")
+    raise_if_unsigned(format)
     record = formats.FORMATS[format] if isinstance(format, str) else format
     counts = histogram.nonzero_counts()
     (filled,) = np.nonzero(counts)
     magnitudes = np.minimum(_points_of_bins(filled, histogram.extra_bits), histogram.amax)
-    points = magnitudes / scale
-    weights = np.broadcast_to(counts[filled, None] / points.shape[1], points.shape)
-    rounded = decode_codes(record, encode_values(record, points))
-    overflows = _overflows(record, points)
-    flushed = rounded == 0
-    subnormal = ~flushed & ~overflows & (rounded < _smallest_normal(record))
-    num = histogram.num_finite
-    lost, small, beyond = (float(weights[mask].sum()) / max(num, 1) for mask in (flushed, subnormal, overflows))
-    zero = histogram.num_zero / max(num, 1)
-    with np.errstate(over="ignore"):  # a format without zero, scaled, can err by more than float64 squares
-        noise = float((weights * (magnitudes - scale * rounded) ** 2).sum())
-    return RangeShares(
-        num=num,
-        zero=zero,
-        flushed=lost,
-        subnormal=small,
-        normal=max(1.0 - zero - lost - small - beyond, 0.0) if num else 0.0,
-        overflow=beyond,
-        signal=float((weights * magnitudes**2).sum()),
-        noise=noise,
-    )
+    rounded, fates = _judge(record, magnitudes / scale)
+    return _RoundedBins(bins=filled, counts=counts[filled], magnitudes=magnitudes, rounded=rounded, fates=fates)
+
+
+def _judge(
+    format: Format, points: npt.NDArray[np.float64]
+) -> tuple[npt.NDArray[np.float64], dict[Fate, npt.NDArray[np.bool_]]]:
+    """Return (what points round to, fate → which points meet it). Every point meets one."""
+    rounded = decode_codes(format, encode_values(format, points))
+    overflow, zero = _overflows(format, points), rounded == 0
+    subnormal = ~zero & ~overflow & (rounded < _smallest_normal(format))
+    return rounded, {
+        "zero": zero,
+        "subnormal": subnormal,
+        "normal": ~(zero | subnormal | overflow),
+        "overflow": overflow,
+    }
 
 
 def judge_octave(format: str | Format, exponent: int, scale: float = 1.0) -> Fate:
@@ -128,11 +205,8 @@ def judge_octave(format: str | Format, exponent: int, scale: float = 1.0) -> Fat
     `scale` is that of `range_shares`.
     """
     record = formats.FORMATS[format] if isinstance(format, str) else format
-    middle = np.array([math.ldexp(math.sqrt(2), exponent) / scale])
-    if _overflows(record, middle)[0]:
-        return "overflow"
-    rounded = decode_codes(record, encode_values(record, middle))[0]
-    return "zero" if rounded == 0 else "subnormal" if rounded < _smallest_normal(record) else "normal"
+    _, fates = _judge(record, np.array([math.ldexp(math.sqrt(2), exponent) / scale]))
+    return next(fate for fate, mask in fates.items() if mask[0])
 
 
 def scale_to_largest(amax: float, format: str | Format) -> float:

@@ -37,13 +37,16 @@ def raise_if_no_place(path: Path) -> None:
 
     Raises:
         MissingExtra: a package that draws is not installed.
-        ReportError: the suffix is none of .png and .html, the folder is missing, or a folder has that name.
+        ReportError: the ending is none of .png and .html, the folder is missing, or a folder has that name.
     """
+    if path.is_dir():
+        what = "no name was given for the plot" if path == Path() else f"'{path}' is a folder"
+        raise ReportError(f"{what}; name a file that ends in .png or .html")
     if path.suffix.lower() not in _SUFFIXES:
-        raise ReportError(f"'{path}' ends in {path.suffix or 'nothing'!r}; name a file that ends in .png or .html")
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder" if path.is_dir() else f"lies in '{path.parent}', which is no folder"
-        raise ReportError(f"'{path}' {what}; choose another path")
+        what = f"ends in '{path.suffix}'" if path.suffix else "has no ending"
+        raise ReportError(f"'{path}' {what}, which tells how to draw; name a file that ends in .png or .html")
+    if not path.parent.is_dir():
+        raise ReportError(f"'{path}' lies in '{path.parent}', which is no folder; choose another path")
     if not os.access(path.parent, os.W_OK):
         raise ReportError(f"'{path.parent}' may not be written to; choose another path")
     raise_if_no_report_extra()
