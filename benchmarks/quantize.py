@@ -217,14 +217,18 @@ def packing(name: str) -> Case:
         packed = pack(x, scheme)
         num_bytes = subject.num_bytes + packed.nbytes
         remark = _unless_cpu(select_packing(scheme, "cpu", x.dtype).backend)
-        for verb, call in {"pack": lambda: pack(x, scheme), "unpack": lambda: unpack(packed, x.dtype)}.items():
-            yield against_memcpy(
-                subject, "packing", f"{verb} {name}, {bits} bits", call, num_bytes,
-                target=SHARES["packing"], allocates=True, remark=remark,
-            )  # fmt: skip
+        what = f"{name}, {bits} bits"
         yield against_memcpy(
-            subject, "packing", f"unpack {name}, {bits} bits, into memory that is there",
-            lambda: cpu.unpack(packed, x.dtype, out=out), num_bytes, target=None,
+            subject, "packing", f"pack {what}", lambda: pack(x, scheme), num_bytes,
+            target=SHARES["packing"], remark=remark,
+        )  # fmt: skip
+        yield against_memcpy(
+            subject, "packing", f"unpack {what}", lambda: unpack(packed, x.dtype, out=out), num_bytes,
+            target=SHARES["packing"], remark=remark,
+        )  # fmt: skip
+        yield against_memcpy(
+            subject, "packing", f"unpack {what}, allocating", lambda: unpack(packed, x.dtype), num_bytes,
+            target=None, allocates=True,
         )  # fmt: skip
 
     return Case(name=f"pack and unpack {name}", run=run)

@@ -107,10 +107,34 @@ def quantize_page(notice: str, backends: str) -> str:
 Tensors are fp32, bf16 or fp16. All arithmetic is fp32 in a fixed order, codes are found by true division by the scale
 *as it is stored*, and values are narrowed to the tensor's dtype at the end. `scale` multiplies codes back to values.
 [Schemes](schemes.md) lists the presets; a scheme of your own is a `TensorScheme`. Rounding is to nearest even, or any
-mode of [formats](formats.md#rounding-and-overflow); stochastic rounding takes a seed and draws the same bits on every
-machine and in every backend.
+mode of [formats](formats.md#rounding-and-overflow); stochastic rounding takes a seed (and `random_bits`) and draws the
+same bits on every machine and in every backend.
 
-A group with NaN or Inf becomes NaN as a whole, and no other group is the worse for it.
+Codes under a scale saturate. Numbers without a scale overflow as IEEE 754 says, to Inf, else NaN, where the format has
+one; `overflow="torch"` (or `saturate`, `ml_dtypes`, `te`) names another rule. A group with NaN or Inf becomes NaN as a
+whole, and no other group is the worse for it.
+
+## Scales
+
+Which numbers share a scale: `tensor`, `row`, `group(n)`, `block(rows, columns)`. How it follows from them
+(`Scaling(rule=…)`), with amax = max |x| of the group, and max and emax the largest code and its exponent:
+
+| rule | scale | who has it |
+| --- | --- | --- |
+| `amax` | amax / max | compressed-tensors, AWQ, GPTQ, QLoRA |
+| `percentile` | the given percentile of \\|x\\| / max | observers of post-training quantisation |
+| `mse` | the share of amax that leaves the least squared error | the same |
+| `ocp_floor` | 2^(floor(log2 amax) − emax) | OCP Microscaling 1.0 |
+| `round_up` | amax / max, up to a power of two | NVIDIA's MXFP8; torchao calls it RCEIL |
+| `power_of_two`, `margin=0` | the same from max / amax | Transformer Engine's block scaling |
+| `power_of_two`, `margin=m` | m powers of two more | MS-AMP |
+| `amax`, `tensor_scale=True` | block scales in units of one tensor scale | NVFP4: 448 · 6 |
+
+A scale is rounded to the format in which it is stored before codes are computed. Scales from earlier steps (Transformer
+Engine's delayed scaling: history, margin, amax by maximum or most recent, an exchange between processes) are
+`quantize.DelayedScaling`; its `fake_quantize` reads a tensor once and records its amax on the way. Transformer Engine's
+current scaling and MS-AMP's per-tensor scale are `quantize.delayed_scaling.current_inv_scale` and
+`power_of_two_inv_scale`.
 
 ## Which kernel runs
 
@@ -124,13 +148,16 @@ line says so while it waits. They use as many threads as torch does. {gpu_senten
 
 The verbs are torch operators (`torch.ops.bitwright.*`) with shape functions: `torch.compile(fullgraph=True)` and
 `torch.export` leave them whole, and the compiled program gives the same numbers. Gradients pass straight through
-rounding.
+rounding. In a process that was forked, kernels work on one thread; torch's own operations on several threads hang
+there, so that a worker which is forked by hand calls `torch.set_num_threads(1)` first (a DataLoader's workers do).
 
 ## Exact
 
-Every one of the 2^32 fp32 numbers, and every bf16 and fp16 number, rounded to each format and compared with an outside
-library under every overflow rule that it follows: differing results of results compared. The reference rounds every
-number near a place where some result changes, and one in 256 of all others.
+Every one of the 2^32 fp32 numbers, and every bf16 and fp16 number, rounded to nearest even by the `cpu` and `torch`
+backends and compared bit for bit (NaN = NaN, −0 ≠ +0) with an outside library, under every overflow rule that it can
+judge: differing results of results compared. The reference rounds every number within 2^12 of a change of the result,
+and every 2^8th of the others. One difference is known and counted by itself: ml_dtypes takes a negative NaN into FP6
+and FP4 to +0, bitwright to −0.
 
 {exactness_table()}
 

@@ -33,7 +33,7 @@ T = TypeVar("T", bound=Named)
 
 def nearest_name_hint(name: str, known: list[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest known name, or ``""``."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else "."
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from bitwright.errors import SchemeError
 from bitwright.quantize.granularity import (
     ROW,
     TENSOR,
@@ -109,8 +110,11 @@ def test_scales_of_a_deepseek_weight() -> None:
         ({"scope": "row", "group_size": 4}, "group_size is 4 for scope 'row'"),
         ({"scope": "block", "group_size": 4}, "block_rows is 0 for scope 'block'"),
         ({"scope": "group", "group_size": 4, "block_rows": 2}, "block_rows is 2 for scope 'group'"),
+        ({"scope": "group", "group_size": 1.5}, "group_size is 1.5"),
+        ({"scope": "group", "group_size": -1}, "group_size is -1"),
+        ({"scope": "column"}, "unknown scope 'column'"),
     ],
 )
 def test_sizes_that_contradict_the_scope_are_refused(fields: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(SchemeError, match=words):
         Granularity(**fields)  # type: ignore[arg-type]

@@ -9,7 +9,8 @@ import torch
 from galleries import same_bits, scaled_schemes
 from torch import Tensor
 
-from bitwright.quantize import SCHEMES, TensorScheme, fake_quantize, ops, pack, quantize, unpack
+from bitwright.quantize import SCHEMES, TensorScheme, fake_quantize, pack, quantize, unpack
+from bitwright.quantize.scheme import read_scheme
 
 SCALED = scaled_schemes()
 EVERY_SCHEME = pytest.mark.parametrize("scheme", SCALED.values(), ids=SCALED.keys())
@@ -22,20 +23,20 @@ def matrix(rows: int = 6, columns: int = 96, seed: int = 0) -> Tensor:
 
 @EVERY_SCHEME
 def test_schemes_survive_being_spelled(scheme: TensorScheme) -> None:
-    assert ops.read_scheme(ops.spell_scheme(scheme)) == scheme
+    assert read_scheme(scheme.text) == scheme
 
 
 @pytest.mark.parametrize("scheme", PLAIN, ids=lambda scheme: scheme.format)
 def test_plain_schemes_survive_being_spelled(scheme: TensorScheme) -> None:
-    assert ops.read_scheme(ops.spell_scheme(scheme)) == scheme
+    assert read_scheme(scheme.text) == scheme
 
 
 @EVERY_SCHEME
 @pytest.mark.parametrize("name", ["fake_quantize", "quantize", "pack"])
 def test_shape_functions_tell_what_comes_out(scheme: TensorScheme, name: str) -> None:
-    operator, text = getattr(torch.ops.bitwright, name), ops.spell_scheme(scheme)
-    real = operator(matrix(), text, "nearest_even", 0)
-    meta = operator(matrix().to("meta"), text, "nearest_even", 0)
+    operator, text = getattr(torch.ops.bitwright, name), scheme.text
+    real = operator(matrix(), text, "nearest_even", 0, 32)
+    meta = operator(matrix().to("meta"), text, "nearest_even", 0, 32)
     for found, promised in zip(tensors(real), tensors(meta), strict=True):
         assert (found.shape, found.dtype, found.stride()) == (promised.shape, promised.dtype, promised.stride())
 
@@ -46,7 +47,7 @@ def tensors(result: Any) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("scheme", [SCALED["mxfp4"], SCHEMES["int4_g64_zp"].weights], ids=str)
 def test_torch_checks_the_operator(scheme: TensorScheme) -> None:
-    arguments = (matrix(), ops.spell_scheme(scheme), "nearest_even", 0)
+    arguments = (matrix(), scheme.text, "nearest_even", 0, 32)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     for name in ("fake_quantize", "quantize", "pack"):
         torch.library.opcheck(getattr(torch.ops.bitwright, name).default, arguments, test_utils=tests)
@@ -100,3 +101,19 @@ def test_seeds_of_64_bits_pass_through() -> None:
     high = fake_quantize(x, scheme, rounding="stochastic", seed=(1 << 64) - 1)
     assert same_bits(high, fake_quantize(x, scheme, rounding="stochastic", seed=(1 << 64) - 1))
     assert not torch.equal(high, fake_quantize(x, scheme, rounding="stochastic", seed=0))
+
+
+def test_one_compiled_program_takes_one_scheme_after_another() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, scheme: fake_quantize(x, scheme), fullgraph=True, backend="aot_eager")
+    x = matrix(4, 256)
+    for name in ("mxfp8", "mxfp4", "nvfp4", "int8_w", "fp8_w"):
+        assert same_bits(compiled(x, SCALED[name]), fake_quantize(x, SCALED[name]))
+
+
+def test_compiled_for_sizes_that_vary() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (3, 7):
+        for one, other in zip(compiled(matrix(rows, 256)), program(matrix(rows, 256)), strict=True):
+            assert same_bits(one, other)

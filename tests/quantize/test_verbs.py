@@ -11,7 +11,7 @@ from torch import Tensor
 from bitwright import formats
 from bitwright.errors import SchemeError, UnknownName
 from bitwright.formats.philox import random_words
-from bitwright.quantize import Scaling, TensorScheme, dequantize, fake_quantize, group, pack, quantize, unpack
+from bitwright.quantize import SCHEMES, Scaling, TensorScheme, dequantize, fake_quantize, group, pack, quantize, unpack
 from bitwright.quantize.granularity import TENSOR, block
 
 SCALED = scaled_schemes()
@@ -135,3 +135,17 @@ def test_an_out_that_does_not_fit_is_refused_untouched(scheme: TensorScheme, out
     with pytest.raises(SchemeError, match=rf"out is .*{said}.*contiguous with the shape, dtype and device of x"):
         fake_quantize(gaussian(4, 32), scheme, out=out)
     assert same_bits(out, before)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "int4_g128_zp", "nvfp4"])
+def test_unpacked_into_memory_that_is_there(name: str) -> None:
+    scheme = SCHEMES[name].weights
+    assert scheme is not None
+    packed = pack(torch.randn(4, 256, generator=torch.Generator().manual_seed(0)), scheme)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        out = torch.empty(4, 256, dtype=dtype)
+        assert unpack(packed, dtype, out=out) is out and same_bits(out, unpack(packed, dtype))
+    with pytest.raises(SchemeError, match="what is unpacked"):
+        unpack(packed, out=torch.empty(4, 128))
+    with pytest.raises(SchemeError, match="not torch.float64"):
+        unpack(packed, torch.float64)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bitwright.errors import FormatError
-from bitwright.formats.encode import exact_float64
+from bitwright.formats.encode import as_array, exact_float64
 from bitwright.formats.round import MAX_RANDOM_BITS
 
 Floats32 = npt.NDArray[np.float32]
@@ -109,7 +109,7 @@ def exact_float32(x: npt.ArrayLike) -> Floats32:
     Raises:
         FormatError: not real numbers, or values that fp32 does not hold exactly.
     """
-    array = np.asarray(x)
+    array = as_array(x)
     if array.dtype in (np.dtype(np.float32), np.dtype(np.float16)):
         return array.astype(np.float32, copy=False)
     wide = exact_float64(array)

@@ -245,6 +245,11 @@ def decode_blocks(format: BlockFormat, stored: BlockCodes) -> Floats32:
     Raises:
         FormatError: the shapes do not belong together, a code is out of range, or the tensor scale is missing.
     """
+    if not isinstance(stored, BlockCodes):
+        raise FormatError(
+            f"{format.name} is decoded from what encode gave, codes and scales (BlockCodes), not from a "
+            f"{type(stored).__name__}"
+        )
     codes = np.asarray(stored.codes)
     codes_K = codes.reshape(1) if codes.ndim == 0 else codes
     columns = codes_K.shape[-1]

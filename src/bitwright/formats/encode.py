@@ -262,18 +262,33 @@ def _int_codes(format: IntFormat, values: Floats, step_up: StepUp) -> npt.NDArra
     return (clipped & ((1 << format.bits) - 1)).astype(np.uint64)
 
 
+def as_array(x: npt.ArrayLike) -> npt.NDArray[Any]:
+    """Return `x` as NumPy reads it.
+
+    Raises:
+        FormatError: NumPy cannot (ragged lists, tensors of dtypes that it lacks or that have a gradient).
+    """
+    try:
+        return np.asarray(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FormatError(
+            f"NumPy cannot read a {type(x).__name__} as numbers ({error}); pass an array, or a tensor as "
+            "x.detach().float().numpy()"
+        ) from None
+
+
 def exact_float64(x: npt.ArrayLike) -> Floats:
     """Return `x` as float64, refusing what float64 would change.
 
     Raises:
-        FormatError: complex, text or extended-precision input, or integers beyond ±2**53.
+        FormatError: complex, text or extended-precision input, integers beyond ±2**53, or what NumPy cannot read.
     """
-    array = np.asarray(x)
+    array = as_array(x)
     if array.dtype.kind in "biu":
-        if array.size and (int(array.max()) > 1 << 53 or int(array.min()) < -(1 << 53)):
+        furthest = max(abs(int(array.max())), abs(int(array.min()))) if array.size else 0
+        if furthest > 1 << 53:
             raise FormatError(
-                f"integers up to {int(np.abs(array.astype(object)).max())} do not fit float64 exactly (limit 2**53); "
-                "scale them down first"
+                f"integers up to {furthest} do not fit float64 exactly (limit 2**53); scale them down first"
             )
     elif array.dtype.kind in "cOSUMm" or not np.can_cast(array.dtype, np.float64, casting="safe"):
         raise FormatError(

@@ -19,31 +19,44 @@ Legend: N rows, K columns, R rows of groups, G groups along a row, g elements of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
+
+from bitwright.errors import SchemeError
 
 if TYPE_CHECKING:  # schemes are read and shown without torch
     from torch import Tensor
 
+Scope = Literal["tensor", "row", "group", "block"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Granularity:
-    """The set of elements that share one scale."""
+    """The set of elements that share one scale.
+
+    Raises:
+        SchemeError: an unknown scope, or sizes that do not go with it.
+    """
 
     #: "tensor", "row" (channel of a weight, token of an activation), "group" (consecutive columns of one row) or
     #: "block" (a rectangle of rows and columns).
-    scope: Literal["tensor", "row", "group", "block"]
+    scope: Scope
     #: Columns per group or block; 0 otherwise.
     group_size: int = 0
     #: Rows per block; 0 unless scope is "block".
     block_rows: int = 0
 
     def __post_init__(self) -> None:
+        for name, size in (("group_size", self.group_size), ("block_rows", self.block_rows)):
+            if not isinstance(size, int) or size < 0:
+                raise SchemeError(f"{name} is {size!r}; give a whole number of elements, 0 where it does not apply")
+        if self.scope not in get_args(Scope):
+            raise SchemeError(f"unknown scope {self.scope!r}; use one of {', '.join(get_args(Scope))}")
         if (self.scope in ("group", "block")) != (self.group_size > 0):
-            raise ValueError(
+            raise SchemeError(
                 f"group_size is {self.group_size} for scope {self.scope!r}; it is positive for groups and blocks only"
             )
         if (self.scope == "block") != (self.block_rows > 0):
-            raise ValueError(
+            raise SchemeError(
                 f"block_rows is {self.block_rows} for scope {self.scope!r}; it is positive for blocks only"
             )
 

@@ -8,9 +8,9 @@
 
 An operator is opaque to the compiler: it is called, never traced, so that a compiled or exported program runs the same
 kernels and gives the same numbers. Shape functions say what comes out without running anything. Schemes travel as text
-(`spell_scheme`), formats by name; which backend runs is decided when the operator runs, from the tensor it is given
-(`select`). What an operator does not have to give (offsets of a symmetric scheme, a tensor scale) is a tensor without
-elements.
+(`TensorScheme.text`), formats by name; which backend runs is decided when the operator runs, from the tensor that it
+is given (`select`). What an operator does not have to give (offsets of a symmetric scheme, a tensor scale) is a tensor
+without elements.
 
 Gradients pass straight through rounding (Bengio, Léonard and Courville 2013), as quantisation-aware training has them.
 """
@@ -18,17 +18,16 @@ Gradients pass straight through rounding (Bengio, Léonard and Courville 2013), 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitwright import formats
-from bitwright.quantize.granularity import Granularity
+from bitwright.errors import SchemeError
 from bitwright.quantize.pack import PackedTensor, pack_codes, stored_dtype
 from bitwright.quantize.qtensor import QTensor
-from bitwright.quantize.scheme import Scaling, TensorScheme
+from bitwright.quantize.scheme import TensorScheme, read_scheme
 from bitwright.quantize.select import select_packing, select_rounding, select_scaled
 
 _LIBRARY = torch.library.Library("bitwright", "DEF")
@@ -38,53 +37,20 @@ _SCHEMAS = {
     "round_values_out": (
         "(Tensor x, str format, str rounding, str overflow, int seed, int random_bits, Tensor(a!) out) -> ()"
     ),
-    "fake_quantize": "(Tensor x, str scheme, str rounding, int seed) -> Tensor",
-    "fake_quantize_out": "(Tensor x, str scheme, str rounding, int seed, Tensor(a!) out) -> ()",
-    "quantize": "(Tensor x, str scheme, str rounding, int seed) -> (Tensor, Tensor, Tensor, Tensor)",
-    "pack": "(Tensor x, str scheme, str rounding, int seed) -> (Tensor, Tensor, Tensor, Tensor)",
+    "fake_quantize": "(Tensor x, str scheme, str rounding, int seed, int random_bits) -> Tensor",
+    "fake_quantize_out": "(Tensor x, str scheme, str rounding, int seed, int random_bits, Tensor(a!) out) -> ()",
+    "quantize": "(Tensor x, str scheme, str rounding, int seed, int random_bits) -> (Tensor, Tensor, Tensor, Tensor)",
+    "pack": "(Tensor x, str scheme, str rounding, int seed, int random_bits) -> (Tensor, Tensor, Tensor, Tensor)",
     "unpack": (
         "(Tensor codes, Tensor scales, Tensor offsets, Tensor tensor_scale, str scheme, SymInt rows, SymInt columns, "
         "ScalarType dtype) -> Tensor"
     ),
+    "unpack_out": (
+        "(Tensor codes, Tensor scales, Tensor offsets, Tensor tensor_scale, str scheme, SymInt rows, SymInt columns, "
+        "ScalarType dtype, Tensor(a!) out) -> ()"
+    ),
 }
 _Parts = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def spell_scheme(scheme: TensorScheme) -> str:
-    """Return a scheme as text that `read_scheme` understands: its fields, in order, between spaces.
-
-    Formatting alone, which `torch.compile` can follow.
-    """
-    scaling = scheme.scaling
-    if scaling is None:
-        return scheme.format
-    granularity = scaling.granularity
-    return (
-        f"{scheme.format} {granularity.scope} {granularity.group_size} {granularity.block_rows} {scaling.scale_format} "
-        f"{scaling.rule} {scaling.percentile} {scaling.margin} {scaling.symmetry} {int(scaling.tensor_scale)} "
-        f"{scaling.element_exponent}"
-    )
-
-
-@cache
-def read_scheme(text: str) -> TensorScheme:
-    """Undo `spell_scheme`."""
-    format, *fields = text.split()
-    if not fields:
-        return TensorScheme(format=format)
-    scope, group_size, block_rows, scale_format, rule, percentile, margin, symmetry, tensor_scale, exponent = fields
-    granularity = Granularity(scope=cast(Any, scope), group_size=int(group_size), block_rows=int(block_rows))
-    scaling = Scaling(
-        granularity=granularity,
-        scale_format=scale_format,
-        rule=cast(Any, rule),
-        percentile=float(percentile),
-        margin=int(margin),
-        symmetry=cast(Any, symmetry),
-        tensor_scale=bool(int(tensor_scale)),
-        element_exponent=int(exponent),
-    )
-    return TensorScheme(format=format, scaling=scaling)
 
 
 # --- what runs --------------------------------------------------------------------------------------------------------
@@ -103,37 +69,41 @@ def _round_values(
 def _round_values_out(
     x: Tensor, format: str, rounding: str, overflow: str, seed: int, random_bits: int, out: Tensor
 ) -> None:
+    _raise_if_overlapping(x, out)
     _round_values(x, format, rounding, overflow, seed, random_bits, out)
 
 
-def _fake_quantize(x: Tensor, scheme: str, rounding: str, seed: int, out: Tensor | None = None) -> Tensor:
+def _fake_quantize(
+    x: Tensor, scheme: str, rounding: str, seed: int, random_bits: int, out: Tensor | None = None
+) -> Tensor:
     read = read_scheme(scheme)
     x_NK = x.reshape(-1, x.shape[-1] if x.dim() else 1)
     backend = select_scaled(read, x.device.type, x.dtype, rounding).module
     out_NK = None if out is None else out.view(x_NK.shape)
-    return backend.fake_quantize(x_NK, read, out=out_NK, **_drawn(rounding, seed)).reshape(x.shape)
+    return backend.fake_quantize(x_NK, read, out=out_NK, **_drawn(rounding, seed, random_bits)).reshape(x.shape)
 
 
-def _fake_quantize_out(x: Tensor, scheme: str, rounding: str, seed: int, out: Tensor) -> None:
-    _fake_quantize(x, scheme, rounding, seed, out)
+def _fake_quantize_out(x: Tensor, scheme: str, rounding: str, seed: int, random_bits: int, out: Tensor) -> None:
+    _raise_if_overlapping(x, out)
+    _fake_quantize(x, scheme, rounding, seed, random_bits, out)
 
 
-def _quantize(x: Tensor, scheme: str, rounding: str, seed: int) -> _Parts:
+def _quantize(x: Tensor, scheme: str, rounding: str, seed: int, random_bits: int) -> _Parts:
     read = read_scheme(scheme)
     backend = select_scaled(read, x.device.type, x.dtype, rounding).module
-    q = backend.quantize(x, read, **_drawn(rounding, seed))
+    q = backend.quantize(x, read, **_drawn(rounding, seed, random_bits))
     return q.codes_NK, *_parts(x, q.scales_NG, q.offsets_NG, q.tensor_scale)
 
 
-def _pack(x: Tensor, scheme: str, rounding: str, seed: int) -> _Parts:
+def _pack(x: Tensor, scheme: str, rounding: str, seed: int, random_bits: int) -> _Parts:
     read = read_scheme(scheme)
     if read.scaling is None:
         number = formats.FORMATS[read.format]
-        rounded = _round_values(x.float(), number.name, rounding, "ieee", seed, 32)
+        rounded = _round_values(x.float(), number.name, rounding, "ieee", seed, random_bits)
         packed = pack_codes(QTensor(scheme=read, codes_NK=rounded))
     else:
         backend = select_packing(read, x.device.type, x.dtype, rounding).module
-        packed = backend.pack(x, read, **_drawn(rounding, seed))
+        packed = backend.pack(x, read, **_drawn(rounding, seed, random_bits))
     return packed.codes, *_parts(x, packed.scales, packed.offsets, packed.tensor_scale)
 
 
@@ -146,11 +116,29 @@ def _unpack(
     rows: int,
     columns: int,
     dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
     packed = packed_of((codes, scales, offsets, tensor_scale), read_scheme(scheme), rows, columns)
     if packed.scheme.scaling is None:
-        return packed.unpack(dtype)
-    return select_packing(packed.scheme, codes.device.type, dtype).module.unpack(packed, dtype)
+        values = packed.unpack(dtype)
+        return values if out is None else out.copy_(values)
+    return select_packing(packed.scheme, codes.device.type, dtype).module.unpack(packed, dtype, out=out)
+
+
+def _unpack_out(*arguments: Any) -> None:
+    _unpack(*arguments)
+
+
+def _raise_if_overlapping(x: Tensor, out: Tensor) -> None:
+    """`out` may be all of `x`, or none of it: what is written would be read again otherwise."""
+    if x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr() or not x.is_contiguous():
+        return  # what is not contiguous is copied first
+    first, last = sorted((x.data_ptr(), out.data_ptr()))
+    if first != last and last < first + x.numel() * x.element_size():
+        raise SchemeError(
+            f"out begins {(last - first) // x.element_size()} elements beside x in the same memory and overlaps it; "
+            "pass x itself, or memory of its own"
+        )
 
 
 def packed_of(parts: _Parts, scheme: TensorScheme, rows: int, columns: int) -> PackedTensor:
@@ -185,9 +173,13 @@ def _parts(x: Tensor, *found: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     return scales, offsets, tensor_scale
 
 
-def _drawn(rounding: str, seed: int) -> dict[str, Any]:
+def _drawn(rounding: str, seed: int, random_bits: int) -> dict[str, Any]:
     """Arguments of the torch backend, which alone rounds scaled numbers otherwise than to nearest even."""
-    return {} if rounding == "nearest_even" else {"rounding": rounding, "seed": _unsigned(seed)}
+    return (
+        {}
+        if rounding == "nearest_even"
+        else {"rounding": rounding, "seed": _unsigned(seed), "random_bits": random_bits}
+    )
 
 
 def signed(seed: int) -> int:
@@ -210,7 +202,7 @@ def _shape_of_nothing(*arguments: Any) -> None:
     return None
 
 
-def _shape_of_quantize(x: Tensor, scheme: str, rounding: str, seed: int) -> _Parts:
+def _shape_of_quantize(x: Tensor, scheme: str, rounding: str, seed: int, random_bits: int) -> _Parts:
     scaling = read_scheme(scheme).scaling
     assert scaling is not None
     shape = scaling.granularity.scale_shape(*x.shape)
@@ -222,7 +214,7 @@ def _shape_of_quantize(x: Tensor, scheme: str, rounding: str, seed: int) -> _Par
     return part(tuple(x.shape)), part(shape), offsets, part(() if scaling.tensor_scale else (0,))
 
 
-def _shape_of_pack(x: Tensor, scheme: str, rounding: str, seed: int) -> _Parts:
+def _shape_of_pack(x: Tensor, scheme: str, rounding: str, seed: int, random_bits: int) -> _Parts:
     read = read_scheme(scheme)
     rows, columns = x.shape
     bits = formats.FORMATS[read.format].bits
@@ -270,6 +262,7 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "quantize": (_quantize, _shape_of_quantize),
     "pack": (_pack, _shape_of_pack),
     "unpack": (_unpack, _shape_of_unpack),
+    "unpack_out": (_unpack_out, _shape_of_nothing),
 }
 
 
@@ -285,4 +278,4 @@ for _name, (_run, _shape) in _OPERATORS.items():
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"bitwright::{_name}", _shape, lib=_LIBRARY)
 torch.library.register_autograd("bitwright::round_values", _straight_through(6), lib=_LIBRARY)
-torch.library.register_autograd("bitwright::fake_quantize", _straight_through(4), lib=_LIBRARY)
+torch.library.register_autograd("bitwright::fake_quantize", _straight_through(5), lib=_LIBRARY)

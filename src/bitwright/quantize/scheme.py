@@ -11,12 +11,13 @@ A scheme is a record. Nothing in bitwright branches on its name: whatever a sche
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, cast, get_args
 
 from bitwright import formats
 from bitwright.errors import SchemeError
-from bitwright.formats import BlockFormat
+from bitwright.formats import BlockFormat, FloatFormat
 from bitwright.hardware.memory import weight_bytes
 from bitwright.quantize.granularity import Granularity, group
 
@@ -52,6 +53,10 @@ class Scaling:
     def __post_init__(self) -> None:
         if self.rule not in get_args(ScaleRule):
             raise SchemeError(f"unknown scale rule {self.rule!r}; use one of {', '.join(get_args(ScaleRule))}")
+        if self.symmetry not in get_args(Symmetry):
+            raise SchemeError(f"unknown symmetry {self.symmetry!r}; use one of {', '.join(get_args(Symmetry))}")
+        if not isinstance(formats.FORMATS[self.scale_format], FloatFormat):
+            raise SchemeError(f"scales are stored as floats, not as {self.scale_format}; try fp16, bf16, fp32 or e8m0")
         if not 0 < self.percentile <= 100:
             raise SchemeError(f"percentile is {self.percentile}; give a share of magnitudes in (0, 100], in percent")
         if self.percentile != 100 and self.rule != "percentile":
@@ -77,19 +82,32 @@ class TensorScheme:
     """Number format plus scaling of one tensor. Without scaling the numbers themselves are rounded to the format.
 
     Raises:
-        SchemeError: two levels of scales whose range fp32 does not hold.
+        SchemeError: a block format, a scale for what needs none, or two levels of scales that fp32 does not hold.
+        UnknownName: no format has that name.
     """
 
     #: Canonical name of a number format (`bitwright formats`).
     format: str
     #: None: values are stored as they are in `format`.
     scaling: Scaling | None = None
+    #: All of it as words between spaces, which `read_scheme` understands: found here, since compilers that trace a
+    #: program make numbers that vary of the sizes in a scheme, and could not spell them.
+    text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.scaling is None or not self.scaling.tensor_scale:
+        if self.format in formats.BLOCK_FORMATS:
+            raise SchemeError(
+                f"{self.format} is a block format, elements and their scales together; block_scheme({self.format!r}) "
+                "is its scheme"
+            )
+        number = formats.FORMATS[self.format]
+        object.__setattr__(self, "text", _spell(self.format, self.scaling))
+        if self.scaling is None:
             return
-        largest = float(formats.FORMATS[self.scaling.scale_format].max) * float(formats.FORMATS[self.format].max)
-        if largest > float(formats.FORMATS["fp32"].max):
+        if isinstance(number, FloatFormat) and number.bits >= 32:
+            raise SchemeError(f"{self.format} needs no scale: it holds every tensor; leave the scaling out")
+        largest = float(formats.FORMATS[self.scaling.scale_format].max) * float(number.max)
+        if self.scaling.tensor_scale and largest > float(formats.FORMATS["fp32"].max):
             raise SchemeError(
                 f"{self.scaling.scale_format} scales times {self.format} codes reach {largest:.3g}, beyond fp32, so no "
                 "tensor scale brings a tensor to that range; store scales in a format of short range, or use one level"
@@ -125,6 +143,37 @@ class TensorScheme:
             return self.format
         extra = "" if self.scaling.symmetry == "symmetric" else f", {self.scaling.symmetry}"
         return f"{self.format} per {self.scaling.granularity}, {self.scaling.scale_format} scales{extra}"
+
+
+def _spell(format: str, scaling: Scaling | None) -> str:
+    if scaling is None:
+        return format
+    granularity = scaling.granularity
+    return (
+        f"{format} {granularity.scope} {granularity.group_size} {granularity.block_rows} {scaling.scale_format} "
+        f"{scaling.rule} {scaling.percentile} {scaling.margin} {scaling.symmetry} {int(scaling.tensor_scale)} "
+        f"{scaling.element_exponent}"
+    )
+
+
+@cache
+def read_scheme(text: str) -> TensorScheme:
+    """Return the scheme of a `TensorScheme.text`."""
+    format, *fields = text.split()
+    if not fields:
+        return TensorScheme(format=format)
+    scope, group_size, block_rows, scale_format, rule, percentile, margin, symmetry, tensor_scale, exponent = fields
+    scaling = Scaling(
+        granularity=Granularity(scope=cast(Any, scope), group_size=int(group_size), block_rows=int(block_rows)),
+        scale_format=scale_format,
+        rule=cast(Any, rule),
+        percentile=float(percentile),
+        margin=int(margin),
+        symmetry=cast(Any, symmetry),
+        tensor_scale=bool(int(tensor_scale)),
+        element_exponent=int(exponent),
+    )
+    return TensorScheme(format=format, scaling=scaling)
 
 
 def block_scheme(name: str) -> TensorScheme:

@@ -89,7 +89,7 @@ def select_rounding(
     """Return the backend that rounds numbers by themselves to the format of that name.
 
     Raises:
-        SchemeError: no backend can, since tensors are fp32, bf16 or fp16.
+        SchemeError: no backend can; the reason of each is said.
         UnknownName: no such format, rounding or overflow rule.
     """
     number = formats.FORMATS[format]
@@ -120,7 +120,7 @@ def select_delayed(format: str, device_type: str, dtype: torch.dtype) -> Selecti
     """Return the backend that quantises under a scale that is known, and finds amax on the way.
 
     Raises:
-        SchemeError: no backend can, since tensors are fp32, bf16 or fp16.
+        SchemeError: no backend can; the reason of each is said.
         UnknownName: no such format.
     """
     number = formats.FORMATS[format]
@@ -141,7 +141,7 @@ def _first(device_type: str, why_not: Callable[[Any], str | None], rounding: str
             _LOG.info("backend %s: %s", selection.backend, selection.reason)
             return selection
         passed_over.append(f"not {candidate.name}: {reason}")
-    raise SchemeError(f"{'; '.join(passed_over)}; convert the tensor with .float()")
+    raise SchemeError(f"no backend does that: {'; '.join(passed_over)}; choose another dtype, format or scheme")
 
 
 def _why_not(candidate: Backend, why_not: Callable[[Any], str | None], rounding: str) -> str | None:

@@ -14,6 +14,8 @@ Legend: N rows, K columns, R × G scales, g elements of a group.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -80,7 +82,13 @@ def why_not_packed(scheme: TensorScheme, dtype: torch.dtype) -> str | None:
 
 
 def fake_quantize(
-    x_NK: Tensor, scheme: TensorScheme, *, rounding: str = "nearest_even", seed: int = 0, out: Tensor | None = None
+    x_NK: Tensor,
+    scheme: TensorScheme,
+    *,
+    rounding: str = "nearest_even",
+    seed: int = 0,
+    random_bits: int = MAX_RANDOM_BITS,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Values of a matrix after quantising and dequantising, in its dtype; `scheme` has a scaling.
 
@@ -92,7 +100,9 @@ def fake_quantize(
     granularity, (rows, columns) = scheme.scaling.granularity, x_NK.shape
     grouped = to_groups(x_NK.float(), granularity)
     scales = scales_of(grouped, x_NK, scheme)
-    codes = to_codes(grouped, scales, scheme, rounding=rounding, seed=seed, index=_index(x_NK, granularity, rounding))
+    index = _index(x_NK, granularity, rounding)
+    drawn = Drawn(rounding=rounding, seed=seed, random_bits=random_bits, index=index)
+    codes = to_codes(grouped, scales, scheme, drawn)
     values = from_groups(to_values(codes, scales, scheme), rows, columns, granularity)
     return _finished(values, x_NK, out)
 
@@ -104,13 +114,16 @@ def quantize(
     scales: Scales | None = None,
     rounding: str = "nearest_even",
     seed: int = 0,
+    random_bits: int = MAX_RANDOM_BITS,
 ) -> QTensor:
     """Codes and scales of a matrix; `scheme` has a scaling. Scales are found unless they are given ([R, G, 1])."""
     assert scheme.scaling is not None
     granularity, (rows, columns) = scheme.scaling.granularity, x_NK.shape
     grouped = to_groups(x_NK.float(), granularity)
     found = scales_of(grouped, x_NK, scheme) if scales is None else scales
-    codes = to_codes(grouped, found, scheme, rounding=rounding, seed=seed, index=_index(x_NK, granularity, rounding))
+    index = _index(x_NK, granularity, rounding)
+    drawn = Drawn(rounding=rounding, seed=seed, random_bits=random_bits, index=index)
+    codes = to_codes(grouped, found, scheme, drawn)
     return QTensor(
         scheme=scheme,
         codes_NK=from_groups(codes, rows, columns, granularity),
@@ -134,42 +147,56 @@ def scale_with_amax(
     return _finished(values, x, out), wide.abs().amax() if x.numel() else wide.new_zeros(())
 
 
-def pack(x_NK: Tensor, scheme: TensorScheme, *, rounding: str = "nearest_even", seed: int = 0) -> PackedTensor:
-    """Codes as bits and scales as stored of a matrix; `scheme` has a scaling."""
-    return pack_codes(quantize(x_NK, scheme, rounding=rounding, seed=seed))
-
-
-def unpack(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values of a packed matrix."""
-    return packed.unpack(dtype)
-
-
-def to_codes(
-    grouped: Tensor,
-    scales: Scales,
+def pack(
+    x_NK: Tensor,
     scheme: TensorScheme,
     *,
     rounding: str = "nearest_even",
     seed: int = 0,
-    index: Tensor | None = None,
-) -> Tensor:
-    """Code values of groups [..., g] under stored scales [..., 1]; `index` says which random word an element draws."""
+    random_bits: int = MAX_RANDOM_BITS,
+) -> PackedTensor:
+    """Codes as bits and scales as stored of a matrix; `scheme` has a scaling."""
+    return pack_codes(quantize(x_NK, scheme, rounding=rounding, seed=seed, random_bits=random_bits))
+
+
+def unpack(packed: PackedTensor, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None) -> Tensor:
+    """Values of a packed matrix."""
+    values = packed.unpack(dtype)
+    return values if out is None else out.copy_(values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Drawn:
+    """A rounding mode, and the random bits of a stochastic one."""
+
+    rounding: str = "nearest_even"
+    seed: int = 0
+    random_bits: int = MAX_RANDOM_BITS
+    #: Which random word each element draws, int64, the shape of the elements.
+    index: Tensor | None = None
+
+
+_NEAREST_EVEN = Drawn()
+
+
+def to_codes(grouped: Tensor, scales: Scales, scheme: TensorScheme, drawn: Drawn = _NEAREST_EVEN) -> Tensor:
+    """Code values of groups [..., g] under stored scales [..., 1]."""
     assert scheme.scaling is not None
     number = formats.get(scheme.format)
     unit = scales.effective
     divisor = unit.masked_fill(unit == 0, torch.inf)
     match scheme.scaling.symmetry:
         case "symmetric":
-            return _rounded(grouped / divisor, number, rounding, seed, index)
+            return _rounded(grouped / divisor, number, drawn)
         case "minimum":
             assert scales.offset is not None
-            return _rounded((grouped - scales.offset) / divisor, number, rounding, seed, index)
+            return _rounded((grouped - scales.offset) / divisor, number, drawn)
         case "zero_point":
             assert scales.offset is not None
-            if rounding == "nearest_even":
+            if drawn.rounding == "nearest_even":
                 whole = (grouped / divisor).round_()
             else:
-                whole = _rounded(grouped / divisor, _WHOLE, rounding, seed, index)
+                whole = _rounded(grouped / divisor, _WHOLE, drawn)
             return round_to_format(whole.add_(scales.offset), number)
 
 
@@ -184,10 +211,12 @@ def to_values(codes: Tensor, scales: Scales, scheme: TensorScheme) -> Tensor:
     return codes * scales.effective + scales.offset
 
 
-def _rounded(x: Tensor, number: Format, rounding: str, seed: int, index: Tensor | None) -> Tensor:
-    if rounding == "nearest_even" and has_fp32_grid(number):
+def _rounded(x: Tensor, number: Format, drawn: Drawn) -> Tensor:
+    if drawn.rounding == "nearest_even" and has_fp32_grid(number):
         return round_to_format(x, number)
-    return round_fp32(x, number, rounding=rounding, seed=seed, index=index)
+    return round_fp32(
+        x, number, rounding=drawn.rounding, seed=drawn.seed, random_bits=drawn.random_bits, index=drawn.index
+    )
 
 
 def scales_of(grouped: Tensor, x_NK: Tensor, scheme: TensorScheme) -> Scales:

@@ -191,7 +191,7 @@ def unpack(packed: PackedTensor, dtype: torch.dtype = torch.float32, *, out: Ten
     assert scaling is not None and packed.scales is not None
     rows, columns = packed.shape
     if rows * columns == 0 or dtype == torch.float16:
-        return torch_backend.unpack(packed, dtype)
+        return torch_backend.unpack(packed, dtype, out=out)
     number = formats.FORMATS[packed.scheme.format]
     scales = loaded_scales(packed.scales, formats.FORMATS[scaling.scale_format]) * 2.0**scaling.element_exponent
     if packed.tensor_scale is not None:

@@ -7,7 +7,7 @@ processor has), and the loops of `elementwise`, `tiles` and `packing` step from 
 Arrays hold fp32 as float32, bf16 as uint16 and fp16 as int16, since NumPy has no bf16 and Numba no arithmetic on fp16:
 `load` widens, `store` narrows to nearest even. Both are exact about everything but one thing: lanes of a bf16 block lie
 in registers as all even, then all odd elements, because a 32-bit word holds two and splits with one shift and one mask.
-Whatever is done lane by lane, or to all lanes, cannot tell; `packing`, which can, loads in order.
+Whatever is done lane by lane, or to all lanes, cannot tell; where codes or scales meet lanes, `steps` sorts them.
 
 Results larger than the caches are *streamed*: written past them, since a cache line would be read before it is written
 otherwise, which costs a third of all traffic.
@@ -149,21 +149,6 @@ def store(
             )
             kept = odd if known == EXACT else builder.and_(odd, all_lanes(0xFFFF0000, half))
             stored = builder.or_(kept, builder.lshr(even, all_lanes(16, half)))
-    place = pointer(context, builder, array_type, array, index, stored.type)
-    write(builder, stored, place, element.bitwidth // 8, streams)
-
-
-def store_in_order(
-    context: Any, builder: Any, array_type: Any, array: Any, index: Any, values: Any, streams: bool
-) -> None:
-    """Consecutive lanes to W elements."""
-    element, width = array_type.dtype, values.type.count
-    stored = values
-    if element == types.int16:
-        stored = builder.fptrunc(values, ir.VectorType(F16, width))
-    elif element == types.uint16:
-        words = _bf16_in_upper_half(builder, values, ANY)
-        stored = builder.trunc(builder.lshr(words, all_lanes(16, words.type)), ir.VectorType(I16, width))
     place = pointer(context, builder, array_type, array, index, stored.type)
     write(builder, stored, place, element.bitwidth // 8, streams)
 

@@ -12,7 +12,7 @@ import numba
 import numpy as np
 from numba import njit
 
-from bitwright.quantize.backends.cpu.steps import BLOCK, decoded_block, pack_block, unpack_block
+from bitwright.quantize.backends.cpu.steps import BLOCK, decoded_block, decoded_blocks, pack_block, unpack_block
 from bitwright.quantize.backends.cpu.tiles import quantize_rows, scale_rows
 
 
@@ -200,6 +200,23 @@ def _decode_group(
         i += 1
 
 
+@njit(nogil=True, error_model="numpy")
+def _decode_small_groups(
+    codes: Any, columns: Any, out: Any, position: Any, multipliers: Any, size: Any, code: Any, streams: Any
+) -> Any:
+    """Blocks of 64 codes that hold several groups; returns how many groups were decoded."""
+    whole = columns // BLOCK * BLOCK
+    if size == 32:
+        for i in range(0, whole, BLOCK):
+            decoded_blocks(codes, i, out, position + i, multipliers, code, i // 32, 32, streams)
+        return whole // 32
+    if size == 16:
+        for i in range(0, whole, BLOCK):
+            decoded_blocks(codes, i, out, position + i, multipliers, code, i // 16, 16, streams)
+        return whole // 16
+    return 0
+
+
 @njit(nogil=True, error_model="numpy", cache=True)
 def unpack_rows(
     packed: Any,
@@ -219,7 +236,8 @@ def unpack_rows(
     for row in range(first_row, last_row):
         unpack_bits(packed[row], 0, codes, columns, bits)
         of_row = scales[row // rows]
-        for group in range(of_row.size):
+        done = _decode_small_groups(codes, columns, out, row * columns, of_row, size, code, streams)
+        for group in range(done, of_row.size):
             first = group * size
             _decode_group(codes, first, min(first + size, columns), out, row * columns, of_row[group], code, streams)
 

@@ -107,8 +107,9 @@ def _rule_of_scheme(scheme: TensorScheme) -> tiles.Rule:
     store = _store_of(scaling, formats.FORMATS[scaling.scale_format])
     assert store is not None
     is_exact = scaling.rule != "amax" and store[0] == tiles.STORE_RANGE and not scaling.tensor_scale
+    is_field = scaling.rule == "ocp_floor" and _is_exponent(formats.FORMATS[scaling.scale_format])
     return tiles.Rule(
-        kind=_KINDS[scaling.rule],
+        kind=tiles.EXPONENT_FLOOR if is_field and not scaling.tensor_scale else _KINDS[scaling.rule],
         top=math.ldexp(number.max, scaling.element_exponent),
         emax=number.emax + scaling.element_exponent,
         margin=scaling.margin,

@@ -28,10 +28,12 @@ from bitwright.quantize.backends.cpu.lanes import (
     pointer,
     splat,
     store,
-    store_in_order,
     to,
 )
 from bitwright.quantize.backends.cpu.rounding import emit_decode, emit_encode, emit_round
+
+#: Numbers that `scaled_blocks`, `decoded_blocks` and the functions of packing look at together.
+BLOCK = 64
 
 
 @intrinsic(prefer_literal=True)
@@ -166,7 +168,7 @@ def _quantize_lanes(
     """Load, divide, round, multiply and store; or store codes, where `out` holds bytes."""
     x_type, out_type, grid_type = signature.args[0], signature.args[2], signature.args[6]
     gives_bytes = out_type.dtype == types.uint8
-    take = load if x_type.dtype == out_type.dtype else load_in_order
+    take = load if gives_bytes or x_type.dtype == out_type.dtype else load_in_order
     values = take(context, builder, x_type, args[0], args[1], width)
     scale, inverse, multiplier = (scales(position, values.type) for position in (3, 4, 5))
     quotient = _divide(builder, values, scale, inverse, method)
@@ -174,6 +176,8 @@ def _quantize_lanes(
         codes = builder.trunc(
             emit_encode(context, builder, grid_type, args[6], quotient, values), ir.VectorType(I8, width)
         )
+        if x_type.dtype == types.uint16 and width > 1:
+            codes = _in_order(builder, codes)
         builder.store(codes, pointer(context, builder, out_type, args[2], args[1], codes.type), align=1)
     else:
         codes = emit_round(context, builder, grid_type, args[6], quotient, values, True)
@@ -181,6 +185,31 @@ def _quantize_lanes(
         store(context, builder, out_type, args[2], args[1], builder.fmul(codes, multiplier), known, streams)
     if method != DIVIDE:
         _prefetch(context, builder, x_type, args[0], args[1], width)
+
+
+def _split_order(width: int) -> list[int]:
+    """Elements as lanes of a bf16 block hold them: even ones, then odd ones."""
+    return [*range(0, width, 2), *range(1, width, 2)]
+
+
+def _shuffled(builder: Any, lanes: Any, order: list[int]) -> Any:
+    """Lane j: lanes[order[j]]."""
+    mask = ir.Constant(ir.VectorType(I32, len(order)), order)
+    return builder.shuffle_vector(lanes, ir.Constant(lanes.type, ir.Undefined), mask)
+
+
+def _in_order(builder: Any, lanes: Any) -> Any:
+    """Undo the order of a bf16 block."""
+    half = lanes.type.count // 2
+    return _shuffled(builder, lanes, [place // 2 + half * (place % 2) for place in range(2 * half)])
+
+
+def _spread(context: Any, builder: Any, array_type: Any, array: Any, first: Any, size: int, is_split: bool) -> Any:
+    """A number for each lane of a block of 64: array[first + element // size]."""
+    vector = ir.VectorType(F32, BLOCK // size)
+    numbers = builder.load(pointer(context, builder, array_type, array, first, vector), align=4)
+    order = _split_order(BLOCK) if is_split else list(range(BLOCK))
+    return _shuffled(builder, numbers, [element // size for element in order])
 
 
 @intrinsic(prefer_literal=True)
@@ -215,10 +244,6 @@ def scaled_block(
     return types.void(x, types.intp, out, number, number, number, grid, width, method, streams), emit
 
 
-#: Numbers that `scaled_blocks` and the functions of `packing` look at together.
-BLOCK = 64
-
-
 @intrinsic(prefer_literal=True)
 def scaled_blocks(
     typing_context: Any,
@@ -237,16 +262,11 @@ def scaled_blocks(
     """`scaled_block` of 64 numbers in groups of `size` (8, 16, 32), whose scales start at ``scale[first]``."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        order = list(range(BLOCK))
-        if signature.args[0].dtype == types.uint16 == signature.args[2].dtype:
-            order = order[::2] + order[1::2]
+        is_split = signature.args[0].dtype == types.uint16 and signature.args[2].dtype != types.float32
 
         def scales(position: int, like: Any) -> Any:
             array_type, array = signature.args[position], args[position]
-            vector = ir.VectorType(F32, BLOCK // size.literal_value)
-            numbers = builder.load(pointer(context, builder, array_type, array, args[7], vector), align=4)
-            lanes = ir.Constant(ir.VectorType(I32, BLOCK), [place // size.literal_value for place in order])
-            return builder.shuffle_vector(numbers, ir.Constant(vector, ir.Undefined), lanes)
+            return _spread(context, builder, array_type, array, args[7], size.literal_value, is_split)
 
         _quantize_lanes(context, builder, signature, args, scales, BLOCK, method.literal_value, is_streaming(streams))
         return context.get_dummy_value()
@@ -328,6 +348,20 @@ def unpack_block(typing_context: Any, packed: Any, position: Any, codes: Any, in
     return types.void(packed, types.intp, codes, types.intp, bits), emit
 
 
+def _decode_lanes(
+    context: Any, builder: Any, signature: Any, args: Any, multiplier: Any, width: int, streams: bool
+) -> None:
+    """Load codes, one a byte, decode, multiply and store."""
+    codes_type, _, out_type, _, _, code_type, *_ = signature.args
+    stored = ir.VectorType(I8, width)
+    lanes = builder.load(pointer(context, builder, codes_type, args[0], args[1], stored), align=1)
+    if out_type.dtype == types.uint16 and width > 1:
+        lanes = _shuffled(builder, lanes, _split_order(width))
+    values = emit_decode(context, builder, code_type, args[5], builder.zext(lanes, ir.VectorType(I32, width)))
+    values = builder.fmul(values, multiplier(values.type))
+    store(context, builder, out_type, args[2], args[3], values, ANY, streams)
+
+
 @intrinsic(prefer_literal=True)
 def decoded_block(
     typing_context: Any,
@@ -343,14 +377,36 @@ def decoded_block(
     """``out[position : position + W] = value of codes[index : index + W] · multiplier``, one code a byte."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        codes_type, _, out_type, _, _, code_type, *_ = signature.args
-        stored = ir.VectorType(I8, width.literal_value)
-        lanes = builder.load(pointer(context, builder, codes_type, args[0], args[1], stored), align=1)
-        values = emit_decode(
-            context, builder, code_type, args[5], builder.zext(lanes, ir.VectorType(I32, width.literal_value))
-        )
-        values = builder.fmul(values, splat(builder, args[4], values.type))
-        store_in_order(context, builder, out_type, args[2], args[3], values, is_streaming(streams))
+        def spread(like: Any) -> Any:
+            return splat(builder, args[4], like)
+
+        _decode_lanes(context, builder, signature, args, spread, width.literal_value, is_streaming(streams))
         return context.get_dummy_value()
 
     return types.void(codes, types.intp, out, types.intp, types.float32, code, width, streams), emit
+
+
+@intrinsic(prefer_literal=True)
+def decoded_blocks(
+    typing_context: Any,
+    codes: Any,
+    index: Any,
+    out: Any,
+    position: Any,
+    multipliers: Any,
+    code: Any,
+    first: Any,
+    size: Any,
+    streams: Any,
+) -> Any:
+    """`decoded_block` of 64 codes in groups of `size`, whose multipliers start at ``multipliers[first]``."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def spread(like: Any) -> Any:
+            is_split = signature.args[2].dtype == types.uint16
+            return _spread(context, builder, signature.args[4], args[4], args[6], size.literal_value, is_split)
+
+        _decode_lanes(context, builder, signature, args, spread, BLOCK, is_streaming(streams))
+        return context.get_dummy_value()
+
+    return types.void(codes, types.intp, out, types.intp, multipliers, code, types.intp, size, streams), emit

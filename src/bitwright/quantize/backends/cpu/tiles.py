@@ -35,7 +35,8 @@ RUN_GROUPS = 64
 RUN_NUMBERS = 4096
 
 #: Rules that a kernel follows (`quantize/scaling.py` has them all).
-AMAX, OCP_FLOOR, ROUND_UP, POWER_OF_TWO = 0, 1, 2, 3
+#: EXPONENT_FLOOR is OCP_FLOOR with scales in E8M0: field arithmetic, since most blocks there are have it.
+AMAX, OCP_FLOOR, ROUND_UP, POWER_OF_TWO, EXPONENT_FLOOR = 0, 1, 2, 3, 4
 #: How a scale is stored: cut to a range, as a float format, as a format with the exponents of fp32.
 STORE_RANGE, STORE_FLOAT, STORE_WIDE = 0, 1, 2
 
@@ -50,7 +51,7 @@ _SAFE_LOW, _SAFE_HIGH = np.float32(2.0**-60), np.float32(2.0**60)
 class Rule(NamedTuple):
     """How amax becomes a scale. Python numbers: Numba takes them apart faster than NumPy's."""
 
-    #: AMAX, OCP_FLOOR, ROUND_UP or POWER_OF_TWO.
+    #: One of the five.
     kind: int
     #: What the largest code stands for under a stored scale of 1, and its exponent.
     top: float
@@ -95,6 +96,14 @@ def _find_scales(amax_bits: Any, ideal: Any, stored: Any, rule: Any) -> None:
     """Stored scales of a whole run, NaN where the group holds NaN or Inf."""
     top, inv_tensor_scale = np.float32(rule.top), np.float32(rule.inv_tensor_scale)
     emax, margin = np.int32(rule.emax), np.int32(rule.margin)
+    if rule.kind == EXPONENT_FLOOR:
+        for t in range(RUN_GROUPS):
+            field = np.int32(np.int32(amax_bits[t] >> np.uint32(23)) - emax)
+            field = np.int32(min(max(field, np.int32(0)), np.int32(254)))
+            # the field 0 stands for 2^−127, which is subnormal in fp32
+            scale = float_of(np.uint32(np.uint32(field) << np.uint32(23)) if field > 0 else np.uint32(1 << 22))
+            stored[t] = scale if amax_bits[t] < _INF_BITS else _NAN
+        return
     if rule.kind == AMAX:
         for t in range(RUN_GROUPS):
             ideal[t] = (float_of(amax_bits[t]) / top) * inv_tensor_scale
@@ -176,7 +185,6 @@ def _write_usual(
 ) -> Any:
     """Round the first groups of `num`, whose scales are all usual; returns how many were rounded."""
     scale, inverse, multiplier = run
-    t = 0
     if method == SHORT_CODES:
         if size == 32:
             for t in range(0, num - 1, 2):
@@ -203,7 +211,8 @@ def _write_usual(
             scaled_block(x, i, out, scale[t], inverse[t], multiplier[t], grid, 8, CORRECTED, None)
             i += 8
         while i < end:
-            scaled_block(x, i, out, scale[t], inverse[t], multiplier[t], grid, 1, DIVIDE, None)
+            divisor = scale[t] if scale[t] != _ZERO else _INFINITE
+            scaled_block(x, i, out, divisor, inverse[t], multiplier[t], grid, 1, DIVIDE, None)
             i += 1
     return num
 
@@ -234,11 +243,13 @@ def _write_run(
     """Round `num` groups under their scales, in one of the fast ways if all scales are usual."""
     inverse, multiplier = np.empty(RUN_GROUPS, np.float32), np.empty(RUN_GROUPS, np.float32)
     for t in range(RUN_GROUPS):
-        inverse[t] = _ONE / scale[t]
+        # a scale that was stored as 0 divides as infinity does: x · 0, in every method
+        inverse[t] = _ONE / scale[t] if scale[t] != _ZERO else _ZERO
         multiplier[t] = _ONE if gives_codes else scale[t]
     num_usual = 0
     for t in range(num):
-        num_usual += 1 if scale[t] >= _SAFE_LOW and scale[t] <= _SAFE_HIGH else 0
+        is_usual = (scale[t] >= _SAFE_LOW and scale[t] <= _SAFE_HIGH) or scale[t] == _ZERO
+        num_usual += 1 if is_usual else 0
     run, done = (scale, inverse, multiplier), 0
     if num_usual == num:
         done = _write_usual(x, start, size, num, out, run, grid, method, streams)

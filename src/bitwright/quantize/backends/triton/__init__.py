@@ -210,8 +210,10 @@ def pack(x_NK: Tensor, scheme: TensorScheme) -> PackedTensor:
     return replace(stored, shape=(rows, columns), codes=packed_NB)
 
 
-def unpack(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def unpack(packed: PackedTensor, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None) -> Tensor:
     """Return the values of a packed matrix, [N, K]: fp32 arithmetic, narrowed to `dtype` (fp32, bf16 or fp16).
+
+    `out` is written and returned if it is given: contiguous, of that shape and dtype.
 
     Raises:
         SchemeError, MissingExtra: as `fake_quantize`.
@@ -220,14 +222,15 @@ def unpack(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     launch.raise_if(why_not_packed(scheme, dtype), packed.codes)
     number, scaling = formats.FORMATS[scheme.format], scheme.scaling
     if number.bits > MAX_PACKED_BITS:
-        return packed.unpack(dtype)
+        values = packed.unpack(dtype)
+        return values if out is None else out.copy_(values)
     assert scaling is not None and packed.scales is not None
     from bitwright.quantize.backends.triton.packing import unpack_kernel
 
     granularity = scaling.granularity
     scales_RG = _read_scales(packed.scales, formats.FORMATS[scaling.scale_format]) * 2.0**scaling.element_exponent
     codes = torch.arange(1 << number.bits, dtype=torch.int32, device=packed.codes.device)
-    out_NK = torch.empty(rows, columns, dtype=dtype, device=packed.codes.device)
+    out_NK = torch.empty(rows, columns, dtype=dtype, device=packed.codes.device) if out is None else out
     num_programs, num_pieces, tile = launch.row_tiles(rows, columns)
     codes_NB, values = packed.codes.contiguous(), decode_numbers(codes, number)
     sizes = (rows, columns, codes_NB.shape[1], granularity.num_groups(columns), num_pieces)
