@@ -178,7 +178,40 @@ as fast and arithmetic sets the pace. What each step costs there is in the [log]
 
 ## A checkpoint's magnitudes
 
-`bitwright formats histogram` streams a checkpoint and holds its values against the range of every format:
+`bitwright formats histogram` streams a checkpoint and holds its values against the range of every format. Without
+`--scaled` it shows why weights of this size need a scale in 8 bits and below:
+
+```text
+$ bitwright formats histogram model.safetensors
+file        model.safetensors
+values      1,048,576 in 4 tensors; no NaN, Inf or 0
+magnitudes  largest 0.0952, smallest but 0 2.15e-8, rms 0.0200
+
+                                                                       fp8   fp8   fp6   fp4
+ from     share                                            bf16  fp16  e5m2  e4m3  e3m2  e2m1
+─────────────────────────────────────────────────────────────────────────────────────────────
+ 2^-4    0.19 %  ▎                                          █     █     █     █     ▒     0
+ 2^-5    11.7 %  ██████████████▊                            █     █     █     █     *     0
+ 2^-6    31.6 %  ████████████████████████████████████████   █     █     █     █     0     0
+ 2^-7    26.1 %  █████████████████████████████████          █     █     █     *     0     0
+ 2^-8    14.8 %  ██████████████████▊                        █     █     █     ▒     0     0
+ 2^-9    7.75 %  █████████▊                                 █     █     █     ▒     0     0
+2^-10    3.90 %  ████▉                                      █     █     █     *     0     0
+2^-11    1.95 %  ██▌                                        █     █     █     0     0     0
+2^-12    0.97 %  █▎                                         █     █     █     0     0     0
+ …
+█ full precision   ▒ subnormal   0 rounds to 0   > too large   * mixed
+
+format        largest       → 0  subnormal  too large  signal/noise
+───────────────────────────────────────────────────────────────────
+bf16      3.38953e+38         0          0          0         exact
+fp16            65504  < 0.01 %     0.24 %          0      155.3 dB
+fp8_e5m2        57344    0.03 %     0.18 %          0       25.5 dB
+fp8_e4m3          448    3.92 %     49.6 %          0       29.6 dB
+fp6_e3m2           28    88.3 %     11.7 %          0        1.7 dB
+fp4_e2m1            6   100.0 %          0          0        0.0 dB
+shares of the finite values; noise of rounding to nearest, the too large held at the largest
+```
 
 {histogram_table()}
 """

@@ -147,5 +147,5 @@ def test_unpacked_into_memory_that_is_there(name: str) -> None:
         assert unpack(packed, dtype, out=out) is out and same_bits(out, unpack(packed, dtype))
     with pytest.raises(SchemeError, match="what is unpacked"):
         unpack(packed, out=torch.empty(4, 128))
-    with pytest.raises(SchemeError, match="not torch.float64"):
+    with pytest.raises(SchemeError, match=r"not torch\.float64"):
         unpack(packed, torch.float64)
