@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 
 from bitwright.quantize.backends.cpu.steps import BLOCK, decoded_block, decoded_blocks, pack_block, unpack_block
-from bitwright.quantize.backends.cpu.tiles import quantize_rows, scale_rows
+from bitwright.quantize.backends.cpu.tiles import new_work, quantize_row, scale_row
 
 
 @njit(nogil=True, error_model="numpy")
@@ -111,12 +111,10 @@ def pack_rows(
 ) -> None:
     """Rows to codes and scales, ``packed[row]`` being a row's bytes."""
     groups = (columns + size - 1) // size
-    codes = np.empty(columns, np.uint8)
+    codes, work = np.empty(columns, np.uint8), new_work()
     for row in range(first_row, last_row):
         of_row = x[row * columns : (row + 1) * columns]
-        quantize_rows(
-            of_row, codes, scales[row * groups : (row + 1) * groups], 0, 1, columns, size, rule, grid, True, None
-        )
+        quantize_row(of_row, codes, scales, 0, row * groups, columns, size, rule, grid, True, None, work)
         pack_bits(codes, columns, packed[row], 0, bits)
 
 
@@ -154,10 +152,10 @@ def pack_scaled_rows(
     bits: Any,
 ) -> None:
     """Rows to codes under scales that are known (see `tiles.scale_rows`)."""
-    codes = np.empty(columns, np.uint8)
+    codes, work = np.empty(columns, np.uint8), new_work()
     for row in range(first_row, last_row):
         of_row = x[row * columns : (row + 1) * columns]
-        scale_rows(of_row, codes, scales[row // rows : row // rows + 1], 0, 1, columns, size, 1, grid, True, None)
+        scale_row(of_row, codes, scales[row // rows], 0, columns, size, grid, True, None, work)
         pack_bits(codes, columns, packed[row], 0, bits)
 
 
@@ -214,6 +212,10 @@ def _decode_small_groups(
         for i in range(0, whole, BLOCK):
             decoded_blocks(codes, i, out, position + i, multipliers, code, i // 16, 16, streams)
         return whole // 16
+    if size == 8:
+        for i in range(0, whole, BLOCK):
+            decoded_blocks(codes, i, out, position + i, multipliers, code, i // 8, 8, streams)
+        return whole // 8
     return 0
 
 

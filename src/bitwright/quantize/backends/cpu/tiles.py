@@ -234,14 +234,14 @@ def _write_run(
     size: Any,
     num: Any,
     out: Any,
-    scale: Any,
+    run: Any,
     gives_codes: Any,
     grid: Any,
     method: Any,
     streams: Any,
 ) -> None:
     """Round `num` groups under their scales, in one of the fast ways if all scales are usual."""
-    inverse, multiplier = np.empty(RUN_GROUPS, np.float32), np.empty(RUN_GROUPS, np.float32)
+    scale, inverse, multiplier = run
     for t in range(RUN_GROUPS):
         # a scale that was stored as 0 divides as infinity does: x · 0, in every method
         inverse[t] = _ONE / scale[t] if scale[t] != _ZERO else _ZERO
@@ -250,10 +250,26 @@ def _write_run(
     for t in range(num):
         is_usual = (scale[t] >= _SAFE_LOW and scale[t] <= _SAFE_HIGH) or scale[t] == _ZERO
         num_usual += 1 if is_usual else 0
-    run, done = (scale, inverse, multiplier), 0
+    done = 0
     if num_usual == num:
         done = _write_usual(x, start, size, num, out, run, grid, method, streams)
     _write_unusual(x, start, size, done, num, out, run, grid)
+
+
+@njit(nogil=True, error_model="numpy")
+def new_work() -> Any:
+    """What a run is found in: amaxes, ideal and stored scales, and the scales, reciprocals and multipliers that divide.
+
+    Allocated once a thread: six allocations a row would take longer than the row.
+    """
+    return (
+        np.zeros(RUN_GROUPS, np.uint32),
+        np.empty(RUN_GROUPS, np.float32),
+        np.empty(RUN_GROUPS, np.float32),
+        np.ones(RUN_GROUPS, np.float32),
+        np.empty(RUN_GROUPS, np.float32),
+        np.empty(RUN_GROUPS, np.float32),
+    )
 
 
 @njit(nogil=True, error_model="numpy")
@@ -269,12 +285,11 @@ def _quantize_groups(
     grid: Any,
     gives_codes: Any,
     streams: Any,
+    work: Any,
 ) -> None:
     """Groups of `size` numbers from x[start] on: values, or the values of codes, into `out`, scales into
     ``scales[first : first + num]`` (none where `scales` is empty)."""
-    amax_bits = np.zeros(RUN_GROUPS, np.uint32)
-    ideal, stored = np.empty(RUN_GROUPS, np.float32), np.empty(RUN_GROUPS, np.float32)
-    scale = np.empty(RUN_GROUPS, np.float32)
+    amax_bits, ideal, stored, scale, inverse, multiplier = work
     unit, tensor_scale = np.float32(rule.unit), np.float32(rule.tensor_scale)
     groups = max(1, min(RUN_GROUPS, RUN_NUMBERS // max(size, 1)))
     for run_start in range(0, num, groups):
@@ -287,7 +302,32 @@ def _quantize_groups(
         if scales.size:
             for t in range(count):
                 scales[first + run_start + t] = stored[t] * unit
-        _write_run(x, offset, size, count, out, scale, gives_codes, grid, rule.method, streams)
+        run = (scale, inverse, multiplier)
+        _write_run(x, offset, size, count, out, run, gives_codes, grid, rule.method, streams)
+
+
+@njit(nogil=True, error_model="numpy")
+def quantize_row(
+    x: Any,
+    out: Any,
+    scales: Any,
+    start: Any,
+    first: Any,
+    columns: Any,
+    size: Any,
+    rule: Any,
+    grid: Any,
+    gives_codes: Any,
+    streams: Any,
+    work: Any,
+) -> None:
+    """One row from x[start] on, of groups of `size` numbers, the last one perhaps shorter."""
+    whole = columns // size
+    rest = columns - whole * size
+    _quantize_groups(x, out, scales, start, size, first, whole, rule, grid, gives_codes, streams, work)
+    if rest:
+        end, last = start + whole * size, first + whole
+        _quantize_groups(x, out, scales, end, rest, last, 1, rule, grid, gives_codes, streams, work)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
@@ -304,17 +344,16 @@ def quantize_rows(
     gives_codes: Any,
     streams: Any,
 ) -> None:
-    """Rows of groups of `size` numbers, the last group of each row perhaps shorter."""
-    whole = columns // size
-    rest = columns - whole * size
-    groups = whole + (1 if rest else 0)
+    """Rows one after the other; ``scales[row · groups + group]``. Rows of whole groups are one long row."""
+    work = new_work()
+    groups = (columns + size - 1) // size
+    if groups * size == columns:
+        start, first, num = first_row * columns, first_row * groups, (last_row - first_row) * groups
+        _quantize_groups(x, out, scales, start, size, first, num, rule, grid, gives_codes, streams, work)
+        return
     for row in range(first_row, last_row):
         start, first = row * columns, row * groups
-        _quantize_groups(x, out, scales, start, size, first, whole, rule, grid, gives_codes, streams)
-        if rest:
-            _quantize_groups(
-                x, out, scales, start + whole * size, rest, first + whole, 1, rule, grid, gives_codes, streams
-            )
+        quantize_row(x, out, scales, start, first, columns, size, rule, grid, gives_codes, streams, work)
 
 
 @njit(nogil=True, error_model="numpy", parallel=True, cache=True)
@@ -338,6 +377,35 @@ def quantize_rows_parallel(
         quantize_rows(x, out, scales, first, min(rows, first + step), columns, size, rule, grid, gives_codes, streams)
 
 
+@njit(nogil=True, error_model="numpy")
+def scale_row(
+    x: Any,
+    out: Any,
+    scales: Any,
+    start: Any,
+    columns: Any,
+    size: Any,
+    grid: Any,
+    gives_codes: Any,
+    streams: Any,
+    work: Any,
+) -> None:
+    """One row from x[start] on, under scales that are known: ``scales[column // size]`` is what multiplies codes."""
+    _, _, _, scale, inverse, multiplier = work
+    run = (scale, inverse, multiplier)
+    whole = columns // size
+    rest = columns - whole * size
+    groups = max(1, min(RUN_GROUPS, RUN_NUMBERS // max(size, 1)))
+    for first in range(0, whole, groups):
+        count = min(groups, whole - first)
+        for t in range(count):
+            scale[t] = scales[first + t]
+        _write_run(x, start + first * size, size, count, out, run, gives_codes, grid, CORRECTED, streams)
+    if rest:
+        scale[0] = scales[whole]
+        _write_run(x, start + whole * size, rest, 1, out, run, gives_codes, grid, CORRECTED, streams)
+
+
 @njit(nogil=True, error_model="numpy", cache=True)
 def scale_rows(
     x: Any,
@@ -353,20 +421,9 @@ def scale_rows(
     streams: Any,
 ) -> None:
     """Rows under scales that are known: ``scales[row // rows, column // size]`` is what multiplies codes."""
-    scale = np.ones(RUN_GROUPS, np.float32)
-    whole = columns // size
-    rest = columns - whole * size
-    groups = max(1, min(RUN_GROUPS, RUN_NUMBERS // max(size, 1)))
+    work = new_work()
     for row in range(first_row, last_row):
-        start, of_row = row * columns, scales[row // rows]
-        for first in range(0, whole, groups):
-            count = min(groups, whole - first)
-            for t in range(count):
-                scale[t] = of_row[first + t]
-            _write_run(x, start + first * size, size, count, out, scale, gives_codes, grid, CORRECTED, streams)
-        if rest:
-            scale[0] = of_row[whole]
-            _write_run(x, start + whole * size, rest, 1, out, scale, gives_codes, grid, CORRECTED, streams)
+        scale_row(x, out, scales[row // rows], row * columns, columns, size, grid, gives_codes, streams, work)
 
 
 @njit(nogil=True, error_model="numpy", parallel=True, cache=True)
