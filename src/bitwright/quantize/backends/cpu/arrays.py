@@ -24,8 +24,8 @@ from bitwright.quantize.backends.cpu.steps import BLOCK
 ARRAY_DTYPES = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 #: Numbers per thread below which a second thread costs more than it brings.
 MIN_PER_THREAD = 1 << 14
-#: Bytes from which on results are allocated in huge pages.
-HUGE_BYTES = 1 << 22
+#: Bytes from which on results are allocated in huge pages; below, the C library gives out memory that was used before.
+HUGE_BYTES = 1 << 25
 #: Bytes from which on results are written past the caches.
 STREAMED_BYTES = 1 << 25
 _ONE_AT_A_TIME = threading.Lock()
