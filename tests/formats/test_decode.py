@@ -6,6 +6,7 @@ import gfloat
 import gfloat.formats
 import ml_dtypes
 import numpy as np
+import outsiders
 import pytest
 import torch
 
@@ -13,18 +14,7 @@ from bitwright import formats
 from bitwright.errors import FormatError, UnknownName
 
 ML_DTYPES = {
-    "bf16": ml_dtypes.bfloat16,
-    "fp8_e4m3": ml_dtypes.float8_e4m3fn,
-    "fp8_e5m2": ml_dtypes.float8_e5m2,
-    "fp8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "fp8_e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-    "fp8_e4m3_ieee": ml_dtypes.float8_e4m3,
-    "fp8_e3m4": ml_dtypes.float8_e3m4,
-    "fp6_e3m2": ml_dtypes.float6_e3m2fn,
-    "fp6_e2m3": ml_dtypes.float6_e2m3fn,
-    "fp4_e2m1": ml_dtypes.float4_e2m1fn,
-    "e8m0": ml_dtypes.float8_e8m0fnu,
-    "fp16": np.float16,
+    **outsiders.ML_DTYPES,
     "int16": np.int16,
     "int8": np.int8,
     "uint8": np.uint8,
@@ -33,18 +23,7 @@ ML_DTYPES = {
     "int2": ml_dtypes.int2,
     "uint2": ml_dtypes.uint2,
 }
-TORCH = {
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
-    "fp8_e5m2fnuz": torch.float8_e5m2fnuz,
-    "e8m0": torch.float8_e8m0fnu,
-    "int16": torch.int16,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-}
+TORCH = {**outsiders.TORCH, "int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8}
 GFLOAT = {
     "fp16": gfloat.formats.format_info_binary16,
     "bf16": gfloat.formats.format_info_bfloat16,

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from outsiders import ML_DTYPES, TORCH
 from stratified import quiet, stratified_inputs
 
 from bitwright import formats
@@ -36,27 +37,9 @@ def torch_cast(dtype: torch.dtype) -> Callable[[np.ndarray], np.ndarray]:
     return lambda x: torch.from_numpy(x).to(dtype).to(torch.float64).numpy()
 
 
-ML_DTYPES = {
-    "fp16": np.float16,
-    "bf16": ml_dtypes.bfloat16,
-    "fp8_e4m3": ml_dtypes.float8_e4m3fn,
-    "fp8_e5m2": ml_dtypes.float8_e5m2,
-    "fp8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "fp8_e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-    "fp8_e4m3_ieee": ml_dtypes.float8_e4m3,
-    "fp8_e3m4": ml_dtypes.float8_e3m4,
-    "fp6_e3m2": ml_dtypes.float6_e3m2fn,
-    "fp6_e2m3": ml_dtypes.float6_e2m3fn,
-    "fp4_e2m1": ml_dtypes.float4_e2m1fn,
-}
-TORCH = {
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
-    "fp8_e5m2fnuz": torch.float8_e5m2fnuz,
-}
+#: E8M0 is judged apart: both libraries round it up near its smallest value.
+JUDGED_BY_ML_DTYPES = [name for name in ML_DTYPES if name != "e8m0"]
+JUDGED_BY_TORCH = [name for name in TORCH if name != "e8m0"]
 
 
 def inputs_of(name: str) -> np.ndarray:
@@ -64,13 +47,13 @@ def inputs_of(name: str) -> np.ndarray:
     return quiet(stratified_inputs(formats.get(name)))
 
 
-@pytest.mark.parametrize("name", ML_DTYPES)
+@pytest.mark.parametrize("name", JUDGED_BY_ML_DTYPES)
 def test_a_million_inputs_round_as_in_ml_dtypes(name: str) -> None:
     x = inputs_of(name)
     assert_same(formats.round(name, x, overflow="ml_dtypes"), numpy_cast(ML_DTYPES[name])(x))
 
 
-@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("name", JUDGED_BY_TORCH)
 def test_a_million_inputs_round_as_in_torch(name: str) -> None:
     x = inputs_of(name)
     assert_same(formats.round(name, x, overflow="torch"), torch_cast(TORCH[name])(x))

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from outsiders import ML_DTYPES, TORCH
 
 from bitwright import formats
 from bitwright.formats import Format
@@ -16,26 +17,7 @@ from bitwright.quantize.backends.torch_rounding import round_to_format
 NAMES = [name for name in formats.names() if name != "fp64"]
 ALL = pytest.mark.parametrize("number", [formats.get(name) for name in NAMES], ids=lambda f: f.name)
 
-ML_DTYPES = {
-    "bf16": ml_dtypes.bfloat16,
-    "fp16": np.float16,
-    "fp8_e4m3": ml_dtypes.float8_e4m3fn,
-    "fp8_e5m2": ml_dtypes.float8_e5m2,
-    "fp8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "fp8_e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-    "fp6_e3m2": ml_dtypes.float6_e3m2fn,
-    "fp6_e2m3": ml_dtypes.float6_e2m3fn,
-    "fp4_e2m1": ml_dtypes.float4_e2m1fn,
-    "e8m0": ml_dtypes.float8_e8m0fnu,
-}
-TORCH_DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
-    "fp8_e5m2fnuz": torch.float8_e5m2fnuz,
-}
+TORCH_DTYPES = {name: dtype for name, dtype in TORCH.items() if name != "e8m0"}
 
 
 def fp32_inputs(number: Format) -> np.ndarray:
