@@ -114,6 +114,18 @@ ROUNDINGS: Mapping[str, RoundingMode] = MappingProxyType(
 )
 
 
+def find_mode(name: str) -> RoundingMode:
+    """Return the rounding mode of that name.
+
+    Raises:
+        UnknownName: there is none; the message names those that exist.
+    """
+    if name not in ROUNDINGS:
+        known = list(ROUNDINGS)
+        raise UnknownName(f"unknown rounding {name!r}{nearest_name_hint(name, known)} Known: {', '.join(known)}")
+    return ROUNDINGS[name]
+
+
 def find_rounding(name: str, num_values: int, seed: int | None, random_bits: int) -> StepUp:
     """Return the decision of a rounding mode for one array, its random bits drawn.
 
@@ -127,10 +139,7 @@ def find_rounding(name: str, num_values: int, seed: int | None, random_bits: int
         FormatError: the mode needs a seed and got none, or a number is out of range.
         UnknownName: there is no such mode; the message names those that exist.
     """
-    if name not in ROUNDINGS:
-        known = list(ROUNDINGS)
-        raise UnknownName(f"unknown rounding {name!r}{nearest_name_hint(name, known)} Known: {', '.join(known)}")
-    mode = ROUNDINGS[name]
+    mode = find_mode(name)
     threshold = _draw_thresholds(name, num_values, seed, random_bits) if mode.needs_seed else np.ones(())
     return partial(_decide, mode, threshold)
 

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwright.catalog import nearest_name_hint
-from bitwright.errors import SchemeError, UnknownName
-from bitwright.formats import OVERFLOWS, ROUNDINGS
-from bitwright.formats.round import MAX_RANDOM_BITS
+from bitwright.errors import SchemeError
+from bitwright.formats.encode import find_overflow
+from bitwright.formats.round import MAX_RANDOM_BITS, find_mode
 from bitwright.quantize.backends import torch as torch_backend
 from bitwright.quantize.ops import packed_of, quantized_of, signed
 from bitwright.quantize.pack import PackedTensor
@@ -194,14 +193,13 @@ def _checked(
         )
     if x.dtype not in torch_backend.DTYPES:
         raise SchemeError(f"only fp32, bf16 and fp16 tensors are quantised, got {x.dtype}; convert it with .float()")
-    if rounding not in ROUNDINGS:
-        raise _unknown("rounding", rounding, list(ROUNDINGS))
-    if overflow is not None and overflow not in OVERFLOWS:
-        raise _unknown("overflow rule", overflow, list(OVERFLOWS))
-    if overflow is not None and scheme.scaling is not None:
-        raise SchemeError(f"overflow is {overflow!r}, but codes under a scale always saturate; leave it out")
+    mode = find_mode(rounding)
+    if overflow is not None:
+        find_overflow(overflow)
+        if scheme.scaling is not None:
+            raise SchemeError(f"overflow is {overflow!r}, but codes under a scale always saturate; leave it out")
     if seed is None:
-        if ROUNDINGS[rounding].needs_seed:
+        if mode.needs_seed:
             raise SchemeError(
                 f"rounding '{rounding}' draws random bits and was given no seed, so that no run could be repeated; "
                 "pass seed=0, and another seed for every further draw"
@@ -212,10 +210,6 @@ def _checked(
     if not isinstance(random_bits, int) or not 1 <= random_bits <= MAX_RANDOM_BITS:
         raise SchemeError(f"random_bits is {random_bits!r}; give a whole number from 1 to {MAX_RANDOM_BITS}")
     return overflow or "ieee", signed(seed)
-
-
-def _unknown(kind: str, name: Any, known: list[str]) -> UnknownName:
-    return UnknownName(f"unknown {kind} {name!r}{nearest_name_hint(name, known)} Known: {', '.join(known)}")
 
 
 def _raise_if_out_does_not_fit(x: Tensor, out: Tensor, device: torch.device | None = None) -> None:

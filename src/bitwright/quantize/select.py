@@ -21,7 +21,7 @@ import torch
 from bitwright import formats
 from bitwright.errors import SchemeError, UnknownName
 from bitwright.formats.encode import find_overflow
-from bitwright.formats.round import MAX_RANDOM_BITS, find_rounding
+from bitwright.formats.round import find_mode
 from bitwright.quantize.scheme import TensorScheme
 
 _LOG = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def select_rounding(
         UnknownName: no such format, rounding or overflow rule.
     """
     number = formats.FORMATS[format]
-    find_rounding(rounding, 0, 0, MAX_RANDOM_BITS), find_overflow(overflow)  # for their errors
+    find_mode(rounding), find_overflow(overflow)  # for their errors
     return _first(device_type, lambda backend: backend.why_not_round(number, dtype, rounding, overflow))
 
 
@@ -102,7 +102,7 @@ def select_scaled(
     scheme: TensorScheme, device_type: str, dtype: torch.dtype, rounding: str = "nearest_even"
 ) -> Selection:
     """Return the backend that quantises groups under a scale. Raises as `select_rounding`."""
-    find_rounding(rounding, 0, 0, MAX_RANDOM_BITS)
+    find_mode(rounding)
     return _first(device_type, lambda backend: backend.why_not_scaled(scheme, dtype), rounding)
 
 
@@ -111,7 +111,7 @@ def select_packing(
     scheme: TensorScheme, device_type: str, dtype: torch.dtype, rounding: str = "nearest_even"
 ) -> Selection:
     """Return the backend that packs codes and reads them. Raises as `select_rounding`."""
-    find_rounding(rounding, 0, 0, MAX_RANDOM_BITS)
+    find_mode(rounding)
     return _first(device_type, lambda backend: backend.why_not_packed(scheme, dtype), rounding)
 
 

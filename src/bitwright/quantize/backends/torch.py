@@ -21,8 +21,8 @@ from torch import Tensor
 
 from bitwright import formats
 from bitwright.formats import OVERFLOWS, ROUNDINGS, Format, IntFormat
-from bitwright.formats.round import MAX_RANDOM_BITS
-from bitwright.quantize.backends.torch_modes import known_rounding, round_fp32
+from bitwright.formats.round import MAX_RANDOM_BITS, find_mode
+from bitwright.quantize.backends.torch_modes import round_fp32
 from bitwright.quantize.backends.torch_rounding import has_fp32_grid, round_to_format
 from bitwright.quantize.granularity import Granularity, from_groups, is_filling, to_groups
 from bitwright.quantize.pack import PackedTensor, pack_codes, why_not_pack
@@ -238,7 +238,7 @@ def scales_of(grouped: Tensor, x_NK: Tensor, scheme: TensorScheme) -> Scales:
 
 def _index(x_NK: Tensor, granularity: Granularity, rounding: str) -> Tensor | None:
     """The position in the flattened matrix of each element of the groups; None where no random bits are drawn."""
-    if not known_rounding(rounding).needs_seed:
+    if not find_mode(rounding).needs_seed:
         return None
     return to_groups(torch.arange(x_NK.numel(), device=x_NK.device).reshape(x_NK.shape), granularity)
 

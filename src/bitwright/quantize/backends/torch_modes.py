@@ -20,11 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bitwright.catalog import nearest_name_hint
-from bitwright.errors import FormatError, UnknownName
+from bitwright.errors import FormatError
 from bitwright.formats import (
     OVERFLOWS,
-    ROUNDINGS,
     CodebookFormat,
     FloatFormat,
     Format,
@@ -32,7 +30,8 @@ from bitwright.formats import (
     RoundingMode,
     overflow_values,
 )
-from bitwright.formats.round import MAX_RANDOM_BITS
+from bitwright.formats.encode import find_overflow
+from bitwright.formats.round import MAX_RANDOM_BITS, find_mode
 from bitwright.quantize.backends.torch_philox import random_words
 from bitwright.quantize.backends.torch_rounding import has_fp32_grid, holds_all_fp32, round_to_format
 
@@ -71,9 +70,8 @@ def round_fp32(
         UnknownName: no such rounding or overflow rule.
         FormatError: the seed is not in [0, 2^64), or the random bits not in 1 to 32.
     """
-    if overflow not in OVERFLOWS:
-        raise UnknownName(_unknown("overflow rule", overflow, list(OVERFLOWS)))
-    step_up = partial(_step_up, known_rounding(rounding), x, seed, random_bits, index)
+    find_overflow(overflow)  # for its error; not every path below asks for the rule
+    step_up = partial(_step_up, find_mode(rounding), x, seed, random_bits, index)
     # an unsigned format sees magnitudes; what the sign means is a matter of the overflow rule
     seen = x.abs() if isinstance(number, FloatFormat) and not number.signed else x
     if rounding == "nearest_even" and has_fp32_grid(number):
@@ -82,21 +80,6 @@ def round_fp32(
     else:
         rounded, overflows = _round_fp64(x, number, step_up())
     return _replace_specials(x, rounded, overflows, number, overflow) if isinstance(number, FloatFormat) else rounded
-
-
-def known_rounding(name: str) -> RoundingMode:
-    """The rounding of that name.
-
-    Raises:
-        UnknownName: there is none; the message names those that exist.
-    """
-    if name not in ROUNDINGS:
-        raise UnknownName(_unknown("rounding", name, list(ROUNDINGS)))
-    return ROUNDINGS[name]
-
-
-def _unknown(kind: str, name: str, known: list[str]) -> str:
-    return f"unknown {kind} {name!r}{nearest_name_hint(name, known)} Known: {', '.join(known)}"
 
 
 def _fp32(value: float) -> float:

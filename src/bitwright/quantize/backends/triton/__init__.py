@@ -29,7 +29,7 @@ from torch import Tensor
 from bitwright import formats
 from bitwright.formats import Format
 from bitwright.formats.encode import find_overflow
-from bitwright.formats.round import MAX_RANDOM_BITS, find_rounding
+from bitwright.formats.round import MAX_RANDOM_BITS, find_mode, find_rounding
 from bitwright.quantize.backends.triton import launch
 from bitwright.quantize.backends.triton.grids import grid_of, overflow_of, table_of, why_not_grid
 from bitwright.quantize.pack import PackedTensor, decode_numbers, pack_codes, unpack_bits, why_not_pack
@@ -47,7 +47,7 @@ def why_not_round(number: Format, dtype: torch.dtype, rounding: str, overflow: s
     Raises:
         UnknownName: no such rounding or overflow rule.
     """
-    find_overflow(overflow), find_rounding(rounding, 0, 0, MAX_RANDOM_BITS)
+    find_overflow(overflow), find_mode(rounding)
     return launch.why_not_run(dtype) or why_not_grid(number)
 
 
