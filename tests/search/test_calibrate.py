@@ -212,9 +212,71 @@ def test_an_overflow_in_the_middle_is_named(make_tiny_model: Callable[..., Any])
         collect(model, random_text(4, 16))
 
 
+def test_the_batch_that_overflows_is_named(make_tiny_model: Callable[..., Any]) -> None:
+    """256 tokens make a batch, 16 sequences of 16; a token of sequence 35 is poisoned."""
+    model, text = make_tiny_model("llama"), random_text(48, 16, vocabulary=200)
+    text.input_ids[35, 3] = 250
+    model.model.embed_tokens.weight[250] = torch.inf
+    with pytest.raises(ModelError, match=r"input of model\.layers\.0\.self_attn\.q_proj\.weight .* 32 to 47"):
+        collect(model, text)
+
+
 def test_a_gradient_that_is_not_finite_is_named(make_tiny_model: Callable[..., Any]) -> None:
     model = make_tiny_model("llama")
     module = model.model.layers[0].post_attention_layernorm
     module.register_full_backward_hook(lambda *_: (torch.full((4, 16, 64), torch.nan),))
-    with pytest.raises(ModelError, match=r"gradient at model\.layers\.0\.self_attn\.\w_proj\.weight is not finite"):
+    with pytest.raises(
+        ModelError, match=r"gradient at model\.layers\.0\.self_attn\.o_proj\.weight is not finite .* 0 to 3"
+    ):
         collect(model, random_text(4, 16))
+
+
+class _Batches:
+    """An observer that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int, int | None]] = []
+        self.inside = False
+
+    def __enter__(self) -> _Batches:
+        self.inside = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.inside = False
+
+    def batch(self, rows: slice, real_rows: Tensor | None) -> None:
+        assert self.inside
+        self.told.append((rows.start, rows.stop, None if real_rows is None else int(real_rows.sum())))
+
+
+def test_observers_are_told_of_every_batch(make_tiny_model: Callable[..., Any]) -> None:
+    model, text = make_tiny_model("llama"), random_text(40, 16)
+    text.padding[33, 10:] = True
+    text.scored[33, 10:] = False
+    watcher = _Batches()
+    sites = [site for site in find_sites(model) if site.role not in ("embedding", "lm_head")]
+    calibrate(model, sites, text, seed=0, stage=NoStage(), observers=[watcher])
+    assert watcher.told == [(0, 16, None), (16, 32, None), (32, 40, 8 * 16 - 6)]
+    assert not watcher.inside
+
+
+class _SumOfLogits:
+    """An output whose log-likelihood is a plain sum of logits, so that its gradient at the logits is one."""
+
+    def log_likelihood(self, model: Any, ids: Tensor, scored: Tensor, generator: torch.Generator) -> tuple[Tensor, int]:
+        return model(input_ids=ids, use_cache=False).logits.sum(), 7
+
+
+def test_the_output_says_what_is_differentiated(make_tiny_model: Callable[..., Any]) -> None:
+    """Against autograd of the same scalar."""
+    model, text = make_tiny_model("llama"), random_text(4, 16)
+    sites = [site for site in find_sites(model) if site.role not in ("embedding", "lm_head")]
+    found = calibrate(model, sites, text, seed=0, stage=NoStage(), output=_SumOfLogits())
+    assert found.num_scored == 7
+    weight = model.model.layers[1].mlp.down_proj.weight.requires_grad_(True)
+    (expected,) = torch.autograd.grad(model(input_ids=text.input_ids, use_cache=False).logits.sum(), weight)
+    weight.requires_grad_(False)
+    statistics = found.matrices["model.layers.1.mlp.down_proj.weight"]
+    formed = statistics.g_TN.float().T @ statistics.inputs.x_TK.float()
+    torch.testing.assert_close(formed, expected, rtol=0.02, atol=float(0.01 * expected.abs().max()))

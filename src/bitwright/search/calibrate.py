@@ -10,12 +10,17 @@ squared gradient is the true Fisher information, not the empirical one; Kunstner
 and for the head the inputs of some tokens. bf16's 8 bits are ample: an estimate averages thousands of products.
 
 Gradients of parameters are never formed: the backward pass only carries gradients of activations.
+
+What the scalar is that the gradients are of is said by an `Output`; what else is collected on the way (attention's
+inner products, caches) by observers. Both are handed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +37,47 @@ BATCH_TOKENS = 256
 NUM_UNROUNDED_TOKENS = 512
 #: Tokens whose head inputs are kept.
 NUM_HEAD_TOKENS = 512
+
+
+class Output(Protocol):
+    """What of a model's output is compared, and so what its sampled log-likelihood is."""
+
+    def log_likelihood(
+        self, model: nn.Module, ids: Tensor, scored: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, int]:
+        """Run the model on ids [sequences, length] and sample an outcome from its own prediction.
+
+        Returns:
+            The outcome's log-likelihood (nats, 0-d, summed over scored predictions; its gradient is what calibration
+            sees) and the number of scored predictions. Not finite where the prediction is not.
+        """
+
+
+class Observer(AbstractContextManager, Protocol):
+    """Sees the calibration pass from within: entered before it, left after it."""
+
+    def batch(self, rows: slice, real_rows: Tensor | None) -> None:
+        """Told before each forward and backward pass: which sequences, and which of their tokens are no padding.
+
+        Args:
+            rows: the sequences of the text.
+            real_rows: bool [tokens of the batch]; None where all are real.
+        """
+
+
+class SampledTokens:
+    """Next tokens, drawn from the model's own distributions: Σ log p(y_t)."""
+
+    def log_likelihood(
+        self, model: nn.Module, ids: Tensor, scored: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, int]:
+        """See `Output`."""
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+        log_p = logits[scored[:, 1:]].log_softmax(-1)
+        if not _is_finite(log_p.detach()):
+            return log_p.detach().sum(), int(log_p.shape[0])
+        drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
+        return log_p.gather(-1, drawn).sum(), int(log_p.shape[0])
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -142,6 +188,15 @@ class _Recorder:
     last_input: tuple[Tensor, str] | None = None
     #: Rows of the present batch that are tokens, bool [batch tokens]; None where all are.
     real_rows: Tensor | None = None
+    #: What the present batch has written, in the order of the forward pass.
+    batch_inputs: list[tuple[str, Tensor]] = field(default_factory=list)
+    batch_gradients: list[tuple[str, _Rows, slice]] = field(default_factory=list)
+
+    def begin(self, real_rows: Tensor | None) -> None:
+        """A further batch."""
+        self.real_rows = real_rows
+        self.batch_inputs.clear()
+        self.batch_gradients.clear()
 
     def handle(self, matrix: Matrix, x: Tensor, operation: Callable[[Tensor], Tensor]) -> Tensor:
         y = operation(x)
@@ -158,6 +213,7 @@ class _Recorder:
             y.requires_grad_(True)
         gradients = self.gradients.setdefault(matrix.name, _Rows(self.num_tokens, torch.bfloat16))
         rows = gradients.reserve(y.numel() // y.shape[-1], y.shape[-1])
+        self.batch_gradients.append((matrix.name, gradients, rows))
         y.register_hook(lambda g: gradients.write(rows, g.detach().reshape(-1, g.shape[-1])))
         return y
 
@@ -169,6 +225,7 @@ class _Recorder:
         self.last_input = (x, name)
         assert self.first_reader.setdefault(name, name) == name, f"{name} reads another tensor than before"
         flat = x.detach().reshape(-1, x.shape[-1])
+        self.batch_inputs.append((name, flat))
         rows = self.x.setdefault(name, _Rows(self.num_tokens, torch.bfloat16)).append(flat)
         keep = self._sample(flat.shape[0], self.keep_ratio)
         self.unrounded.setdefault(name, []).append(flat[keep].clone())
@@ -184,7 +241,16 @@ class _Recorder:
         return torch.randperm(num_rows, generator=self.generator)[:count].sort().values
 
 
-def calibrate(model: nn.Module, sites: Sequence[Site], text: TextSet, *, seed: int, stage: Stage) -> Statistics:
+def calibrate(
+    model: nn.Module,
+    sites: Sequence[Site],
+    text: TextSet,
+    *,
+    seed: int,
+    stage: Stage,
+    observers: Sequence[Observer] = (),
+    output: Output | None = None,
+) -> Statistics:
     """Collect the statistics of all sites in one forward–backward pass over `text`.
 
     Args:
@@ -193,13 +259,16 @@ def calibrate(model: nn.Module, sites: Sequence[Site], text: TextSet, *, seed: i
         text: calibration text; only its scored tokens' predictions enter the gradients.
         seed: of the sampled labels and of the sampled tokens.
         stage: advanced by one per sequence.
+        observers: contexts to be entered for the pass.
+        output: what is compared; next tokens if left out.
 
     Raises:
-        ModelError: an input or gradient is not finite; the matrix and the sequences are named.
+        ModelError: an input or gradient is not finite; the matrix and the batch of sequences are named.
     """
     num_sequences, length = text.input_ids.shape
     num_tokens = num_sequences * length
     generator = torch.Generator().manual_seed(seed)
+    output = SampledTokens() if output is None else output
     recorder = _Recorder(
         generator=generator,
         num_tokens=num_tokens,
@@ -209,51 +278,55 @@ def calibrate(model: nn.Module, sites: Sequence[Site], text: TextSet, *, seed: i
     )
     step = max(1, BATCH_TOKENS // length)
     num_scored = 0
-    with LinearCalls(model, sites, recorder.handle), torch.enable_grad():
+    with _watching(model, sites, recorder, observers), torch.enable_grad():
         for start in range(0, num_sequences, step):
             rows = slice(start, min(start + step, num_sequences))
             padding = text.padding[rows].reshape(-1)
-            recorder.real_rows = ~padding if bool(padding.any()) else None
-            predictions = _predictions(model, text.input_ids[rows], text.scored[rows])
+            recorder.begin(~padding if bool(padding.any()) else None)
+            for observer in observers:
+                observer.batch(rows, recorder.real_rows)
+            likelihood, num_predictions = output.log_likelihood(
+                model, text.input_ids[rows], text.scored[rows], generator
+            )
             recorder.last_input = None
-            _raise_if_logits_not_finite(predictions, recorder, rows)
-            _backward_from_samples(predictions, generator)
-            num_scored += int(predictions.shape[0])
+            _raise_if_inputs_not_finite(likelihood.detach(), recorder, rows)
+            if likelihood.requires_grad:  # not where the head alone is asked about
+                likelihood.backward()
+            _raise_if_gradients_not_finite(recorder, rows)
+            num_scored += num_predictions
             stage.advance(rows.stop - rows.start)
-    _raise_if_gradients_not_finite(recorder)
     return _assemble(recorder, num_scored)
 
 
-def _predictions(model: nn.Module, ids: Tensor, scored: Tensor) -> Tensor:
-    """Logits [scored tokens, vocabulary] of every scored prediction."""
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-    return logits[scored[:, 1:]]
+@contextmanager
+def _watching(
+    model: nn.Module, sites: Sequence[Site], recorder: _Recorder, observers: Sequence[Observer]
+) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(LinearCalls(model, sites, recorder.handle))
+        for observer in observers:
+            stack.enter_context(observer)
+        yield
 
 
-def _backward_from_samples(predictions: Tensor, generator: torch.Generator) -> None:
-    """Backpropagate Σ log p(y_t) with y_t drawn from the model's own prediction."""
-    log_p = predictions.log_softmax(-1)
-    drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
-    if log_p.requires_grad:  # not where the head alone is asked about
-        log_p.gather(-1, drawn).sum().backward()
-
-
-def _raise_if_logits_not_finite(predictions: Tensor, recorder: _Recorder, rows: slice) -> None:
-    if bool(torch.isfinite(predictions.detach()).all()):
+def _raise_if_inputs_not_finite(likelihood: Tensor, recorder: _Recorder, rows: slice) -> None:
+    if bool(torch.isfinite(likelihood)):
         return
-    first = next((name for name, x in recorder.x.items() if not _is_finite(x.tensor)), "the output head")
+    first = next((name for name, part in recorder.batch_inputs if not _is_finite(part)), "the output head")
     raise ModelError(
-        f"the input of {first} is not finite in calibration sequences {rows.start} to {rows.stop - 1}; the model "
-        "overflows on this text: check the checkpoint, or calibrate on other text"
+        f"the input of {first} is not finite in the calibration batch of sequences {rows.start} to {rows.stop - 1}; "
+        "the model overflows on this text: check the checkpoint, or calibrate on other text"
     )
 
 
-def _raise_if_gradients_not_finite(recorder: _Recorder) -> None:
-    for name, gradients in recorder.gradients.items():
-        if not _is_finite(gradients.tensor):
+def _raise_if_gradients_not_finite(recorder: _Recorder, rows: slice) -> None:
+    """Gradients come from behind: the last matrix of the forward pass is the first to see a bad one."""
+    for name, gradients, written in reversed(recorder.batch_gradients):
+        if not _is_finite(gradients.tensor[written]):
             raise ModelError(
-                f"the gradient at {name} is not finite on the calibration text; the model overflows in the backward "
-                "pass: check the checkpoint, or calibrate on other text"
+                f"the gradient at {name} is not finite in the calibration batch of sequences {rows.start} to "
+                f"{rows.stop - 1}; the model overflows in the backward pass: check the checkpoint, or calibrate on "
+                "other text"
             )
 
 
