@@ -15,7 +15,7 @@ Z = 1.959964
 def effects(kl: np.ndarray, num_tokens: np.ndarray, **others: np.ndarray) -> TokenEffects:
     zeros = np.zeros_like(kl)
     fields = {"nll_reference": zeros, "nll_plan": zeros, "num_agreeing": zeros} | others
-    return TokenEffects(num_tokens=num_tokens, kl=kl, **fields)
+    return TokenEffects(num_scored=num_tokens, kl=kl, **fields)
 
 
 def test_mean_of_normal_samples_has_the_normal_interval() -> None:

@@ -46,7 +46,7 @@ def test_equals_torch_in_float64(scale: float) -> None:
         keep = predicts[i]
         log_p, log_q = p[i][keep].log_softmax(-1), q[i][keep].log_softmax(-1)
         kl = F.kl_div(log_q, log_p, log_target=True, reduction="sum")
-        assert found.num_tokens[i] == int(keep.sum())
+        assert found.num_scored[i] == int(keep.sum())
         # fp32 logits of size 15: a log-probability carries about 1e-6
         assert found.kl[i] == pytest.approx(float(kl), rel=2e-5, abs=2e-6 * float(keep.sum()))
         nll = F.cross_entropy(p[i][keep], targets[i][keep], reduction="sum")
@@ -54,7 +54,7 @@ def test_equals_torch_in_float64(scale: float) -> None:
         nll = F.cross_entropy(q[i][keep], targets[i][keep], reduction="sum")
         assert found.nll_plan[i] == pytest.approx(float(nll), rel=1e-5)
         assert found.num_agreeing[i] == int((p[i][keep].argmax(-1) == q[i][keep].argmax(-1)).sum())
-    assert found.mean_kl == pytest.approx(found.kl.sum() / found.num_tokens.sum())
+    assert found.mean_kl == pytest.approx(found.kl.sum() / found.num_scored.sum())
 
 
 def test_the_model_itself_has_a_kl_of_exactly_zero(make_tiny_model: Callable[..., Any]) -> None:
@@ -65,7 +65,7 @@ def test_the_model_itself_has_a_kl_of_exactly_zero(make_tiny_model: Callable[...
     assert reference.head_inputs is not None
     assert np.all(found.kl == 0)
     assert np.array_equal(found.nll_plan, found.nll_reference)
-    assert np.array_equal(found.num_agreeing, found.num_tokens)
+    assert np.array_equal(found.num_agreeing, found.num_scored)
 
 
 @pytest.mark.parametrize("num_sequences", [1, 16, 64, 70, 200])

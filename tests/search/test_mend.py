@@ -46,7 +46,7 @@ class World:
         kl = TOKENS * self.true_kl(assignment) * self.spread
         tokens = np.full(NUM_SEQUENCES, TOKENS)
         return TokenEffects(
-            num_tokens=tokens,
+            num_scored=tokens,
             kl=kl,
             nll_reference=3 * tokens,
             nll_plan=3 * tokens + self.ppl_per_kl * kl,

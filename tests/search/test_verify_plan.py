@@ -75,7 +75,7 @@ def test_the_tail_is_told_from_a_hundred_thousand_tokens_on() -> None:
         token_kl = np.arange(1.0, num_tokens + 1)
         per_sequence = np.full(100, num_tokens / 100)
         effects = TokenEffects(
-            num_tokens=per_sequence,
+            num_scored=per_sequence,
             kl=token_kl.reshape(100, -1).sum(1),
             nll_reference=per_sequence,
             nll_plan=per_sequence,

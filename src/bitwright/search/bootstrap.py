@@ -49,17 +49,17 @@ def bootstrap(
 
 def kl_estimate(effects: TokenEffects, seed: int) -> Estimate:
     """Mean KL per token with its interval."""
-    return bootstrap(lambda i: float(effects.kl[i].sum() / effects.num_tokens[i].sum()), len(effects.kl), seed)
+    return bootstrap(lambda i: float(effects.kl[i].sum() / effects.num_scored[i].sum()), len(effects.kl), seed)
 
 
 def ppl_ratio_estimate(effects: TokenEffects, seed: int) -> Estimate:
     """Perplexity of the plan over the reference's, paired."""
     difference = effects.nll_plan - effects.nll_reference
-    return bootstrap(lambda i: float(np.exp(difference[i].sum() / effects.num_tokens[i].sum())), len(difference), seed)
+    return bootstrap(lambda i: float(np.exp(difference[i].sum() / effects.num_scored[i].sum())), len(difference), seed)
 
 
 def agreement_estimate(effects: TokenEffects, seed: int) -> Estimate:
     """Share of tokens at which plan and reference rank the same token first."""
     return bootstrap(
-        lambda i: float(effects.num_agreeing[i].sum() / effects.num_tokens[i].sum()), len(effects.kl), seed
+        lambda i: float(effects.num_agreeing[i].sum() / effects.num_scored[i].sum()), len(effects.kl), seed
     )

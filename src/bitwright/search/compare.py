@@ -42,7 +42,7 @@ class TokenEffects:
     """What a plan did to each scored token; sums over each sequence, [sequences], unless said otherwise."""
 
     #: Scored tokens of each sequence.
-    num_tokens: Array
+    num_scored: Array
     #: Sum of KL(reference ‖ plan), nats.
     kl: Array
     #: Sum of −log p of the true tokens under the reference and under the plan, nats.
@@ -56,7 +56,7 @@ class TokenEffects:
     @property
     def mean_kl(self) -> float:
         """Nats per token."""
-        return float(self.kl.sum() / self.num_tokens.sum())
+        return float(self.kl.sum() / self.num_scored.sum())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -189,7 +189,7 @@ def compare(
         stage.advance(rows.stop - rows.start)
     columns = torch.stack(sums).double().numpy()
     return TokenEffects(
-        num_tokens=columns[:, 0],
+        num_scored=columns[:, 0],
         kl=columns[:, 1],
         nll_reference=columns[:, 2],
         nll_plan=columns[:, 3],

@@ -143,7 +143,7 @@ def _raise_by_blame(
     """Raise the groups with the largest measured drop of KL per byte until their drops make up the excess."""
     suspects = _suspects(problem, solution, budget)
     count = min(BLAME_SEQUENCES, meter.reference.text.num_sequences)
-    before = float(effects.kl[:count].sum() / effects.num_tokens[:count].sum())
+    before = float(effects.kl[:count].sum() / effects.num_scored[:count].sum())
     blame: dict[int, float] = {}
     with progress.stage("measure blame", len(suspects) * count) as stage:
         for index, scheme in suspects.items():

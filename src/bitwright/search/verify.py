@@ -82,7 +82,7 @@ def measured_record(
     effects: TokenEffects, facts: ReferenceFacts, text: TextSet, seed: int, repeated: float
 ) -> Measured:
     """The record of a measurement: means with the intervals of a paired bootstrap over sequences."""
-    num_tokens = float(effects.num_tokens.sum())
+    num_tokens = float(effects.num_scored.sum())
     ratio = bootstrap.ppl_ratio_estimate(effects, seed)
     return Measured(
         kl=_interval(bootstrap.kl_estimate(effects, seed)),
