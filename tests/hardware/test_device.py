@@ -9,7 +9,7 @@ import pytest
 
 from bitwright import formats, hardware
 from bitwright.errors import HardwareError, UnknownName
-from bitwright.hardware.device import read_device_file
+from bitwright.hardware import read_device_file
 
 GOOD = """
 name = "toy"
@@ -47,6 +47,14 @@ certainty = "read"
         ("l4", "fp8_e4m3", 242),
         ("rtx4090", "fp16", 165.2),
         ("mi300x", "fp8_e4m3fnuz", 2614),
+        ("mi355x", "fp8_e4m3", 5000),
+        ("h100-pcie", "bf16", 756),
+        ("l40s", "fp8_e4m3", 733),
+        ("rtx5090", "fp4_e2m1", 1676),
+        ("rtx3090", "bf16", 71),
+        ("tpu-v5e", "int8", 394),
+        ("gaudi3", "bf16", 1677),
+        ("jetson-orin", "int8", 85),
     ],
 )
 def test_peak_rates_are_dense(device: str, format: str, tflops: float) -> None:
@@ -55,7 +63,17 @@ def test_peak_rates_are_dense(device: str, format: str, tflops: float) -> None:
 
 @pytest.mark.parametrize(
     ("device", "format"),
-    [("v100", "bf16"), ("v100", "int8"), ("a100", "fp8_e4m3"), ("mi300x", "fp8_e4m3"), ("h100", "fp4_e2m1")],
+    [
+        ("v100", "bf16"),
+        ("v100", "int8"),
+        ("a100", "fp8_e4m3"),
+        ("rtx-3090", "fp8_e4m3"),
+        ("mi300x", "fp8_e4m3"),
+        ("mi355x", "fp8_e4m3fnuz"),
+        ("h100", "fp4_e2m1"),
+        ("tpu-v5p", "fp16"),
+        ("apple-m1", "bf16"),
+    ],
 )
 def test_what_a_chip_lacks_is_absent(device: str, format: str) -> None:
     assert format not in hardware.get(device).matmul_tflops
@@ -80,6 +98,17 @@ class TestEveryDevice:
             assert value <= device.matmul_tflops[name]
         assert (device.achieved_memory_gb_per_s or 0) <= device.memory_gb_per_s
 
+    def test_matmul_rules_are_about_its_own_formats(self, device: hardware.Device) -> None:
+        for rule in device.matmul_rules:
+            assert set(rule.formats) <= set(device.matmul_tflops) and len(rule.source) > 10
+            assert rule.in_features_multiple % (rule.group_size or 1) == 0
+            assert rule.accumulator_bits is None or rule.accumulator_bits < 24
+
+    def test_eight_bits_are_no_slower_than_sixteen(self, device: hardware.Device) -> None:
+        rates = device.matmul_tflops
+        eight = [rates[name] for name in rates if formats.FORMATS[name].bits == 8]
+        assert all(rate >= rates.get("bf16", 0) for rate in eight)
+
     def test_names_and_aliases_find_it(self, device: hardware.Device) -> None:
         assert all(hardware.get(name.upper()) is device for name in (device.name, *device.aliases))
 
@@ -90,13 +119,42 @@ class TestEveryDevice:
             device.matmul_tflops["bf16"] = 1.0  # type: ignore[index]
 
 
+@pytest.mark.parametrize(
+    ("device", "format", "group_size", "multiples", "accumulator_bits"),
+    [
+        # DeepSeek-V3, arXiv:2412.19437 section 3.3.2, says 14 bits; torch._scaled_mm takes multiples of 16
+        ("h100", "fp8_e4m3", None, (16, 16), 14),
+        ("h100", "fp8_e4m3", 128, (128, 128), None),
+        ("b200", "fp8_e4m3", 32, (32, 32), None),
+        ("b200", "fp4_e2m1", 16, (32, 32), None),
+        ("b200", "fp8_e4m3", None, (16, 16), None),
+    ],
+)
+def test_rules_of_known_products(
+    device: str, format: str, group_size: int | None, multiples: tuple[int, int], accumulator_bits: int | None
+) -> None:
+    (rule,) = [
+        rule for rule in hardware.get(device).matmul_rules if format in rule.formats and rule.group_size == group_size
+    ]
+    assert (rule.in_features_multiple, rule.out_features_multiple) == multiples
+    assert rule.accumulator_bits == accumulator_bits
+
+
+def test_where_fp8_is_no_faster_the_rates_say_so() -> None:
+    for name in ("gaudi-3", "tpu-v6e"):
+        rates = hardware.get(name).matmul_tflops
+        assert rates["fp8_e4m3"] == rates["bf16"]
+
+
 def test_unknown_device_suggests_the_nearest() -> None:
     with pytest.raises(UnknownName, match=r"unknown device 'h1000'; did you mean 'h100'\? Known devices: .*h100-sxm"):
         hardware.get("h1000")
 
 
 def test_names_are_sorted_and_hold_the_promised_ones() -> None:
-    promised = {"v100-sxm2", "a100-sxm", "h100-sxm", "h200-sxm", "b200", "l4", "rtx-4090", "mi300x", "x86-avx512-bf16"}
+    gpus = "v100-sxm2 v100-pcie a100-sxm a100-sxm-40gb a100-pcie h100-sxm h100-pcie h200-sxm b200 gb200 l4 l40s"
+    others = "rtx-3090 rtx-4090 rtx-5090 mi300x mi355x gaudi-3 tpu-v5e tpu-v5p tpu-v6e jetson-agx-orin"
+    promised = {*gpus.split(), *others.split(), "apple-m1", "apple-m4-max", "x86-avx512-bf16", "x86-amx"}
     assert promised <= set(hardware.names())
     assert list(hardware.names()) == sorted(hardware.names())
 
@@ -126,6 +184,27 @@ def test_a_users_file_is_read(tmp_path: Path) -> None:
         ('kind = "gpu"', 'kind = "gpu"\ncolour = "red"', r"field 'colour' is unknown; remove it"),
         ('kind = "gpu"', 'kind = "toaster"', r"field 'kind' is 'toaster'"),
         ('certainty = "read"', 'certainty = "sure"', r"'memory\.certainty' is 'sure'"),
+        (
+            "[memory]",
+            "[[matmul_rules]]\nformats = ['int8']\nsource = 'x'\ncertainty = 'read'\n[memory]",
+            r"'matmul_rules\.0\.formats' names int8, which has no rate",
+        ),
+        (
+            "[memory]",
+            "[[matmul_rules]]\nformats = ['bf61']\nsource = 'x'\ncertainty = 'read'\n[memory]",
+            r"'matmul_rules\.0\.formats\.bf61' is for an unknown format; did you mean 'bf16'",
+        ),
+        (
+            "[memory]",
+            "[[matmul_rules]]\nformats = ['bf16']\ngroup_size = 32\nsource = 'x'\ncertainty = 'read'\n[memory]",
+            r"'matmul_rules\.0' has group_size 32 with scale_formats \[\]; give both",
+        ),
+        (
+            "[memory]",
+            "[[matmul_rules]]\nformats = ['bf16']\nin_features_multiple = 0\nsource = 'x'\n[memory]",
+            r"'matmul_rules\.0\.in_features_multiple' is 0 .*also wrong: 'matmul_rules\.0\.certainty'",
+        ),
+        ("[memory]", "[achieved]\nlaunch_s = -1\n[memory]", r"'achieved\.launch_s' is -1"),
         ("[memory]", "[memory", r"is no TOML .*line 7"),
     ],
 )

@@ -14,6 +14,19 @@ Nothing here runs a kernel: every time is *predicted* from a device file's figur
 
 from bitwright.hardware import memory, roofline
 from bitwright.hardware.detect import detect
-from bitwright.hardware.device import Device, Link, devices, get, names, read_device_file
+from bitwright.hardware.device import Device, Link, MatmulRule
+from bitwright.hardware.device_catalog import devices, get, names
+from bitwright.hardware.device_file import read_device_file
 
-__all__ = ["Device", "Link", "detect", "devices", "get", "memory", "names", "read_device_file", "roofline"]
+__all__ = [
+    "Device",
+    "Link",
+    "MatmulRule",
+    "detect",
+    "devices",
+    "get",
+    "memory",
+    "names",
+    "read_device_file",
+    "roofline",
+]

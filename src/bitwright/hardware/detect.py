@@ -14,7 +14,8 @@ import platform
 from collections.abc import Collection
 from pathlib import Path
 
-from bitwright.hardware.device import Device, devices
+from bitwright.hardware.device import Device
+from bitwright.hardware.device_catalog import devices
 
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -44,8 +45,7 @@ def match(*, runtime_name: str | None, cpu_flags: Collection[str]) -> tuple[Devi
     fitting = [device for device in devices() if device.kind == "cpu" and flags.issuperset(device.cpu_flags)]
     best = max(fitting, key=lambda device: len(device.cpu_flags))
     have = f"the processor has {', '.join(best.cpu_flags)}" if best.cpu_flags else "nothing is known of the processor"
-    note = "; it also has AMX, for which there is no device file yet" if "amx_bf16" in flags else ""
-    return best, f"{have}{note}{unmatched}; its figures are a reference, not this machine's own"
+    return best, f"{have}{unmatched}; its figures are a reference, not this machine's own"
 
 
 def _runtime_name() -> str | None:
