@@ -1,22 +1,24 @@
 """Seeing every linear operation of a running model, whatever the module around it looks like.
 
 A model computes with a site's weight in one of a few functions: `linear` (nn.Linear, a router, one expert's slice of a
-3-D parameter), `addmm` (Conv1D, stored [in, out]) or `embedding`. Those functions are watched, and the call is known
-for a site's by the *identity of its weight*: storage, offset and shape. So fused matrices, experts, Conv1D and layers
-that nobody has thought of are reached without a branch on an architecture, and the model is not touched.
+3-D parameter), `addmm` (Conv1D, stored [in, out]), `embedding`, or in hand-written code `matmul`, `mm` and `einsum`.
+Those functions are watched, and the call is known for a site's by the *identity of its weight*: storage, offset and
+shape, the weight's transpose included. So fused matrices, experts, Conv1D and layers that nobody has thought of are
+reached without a branch on an architecture, and the model is not touched.
 
     with LinearCalls(model, sites, handle):
         model(input_ids)
 
 `handle(matrix, x, operation)` is called instead of the operation and returns its output; `operation(x)` is the
-original. Matrices whose sites were not given are left alone. Only eager execution can be watched: not a compiled model.
+original, `operation(x, weight)` the same with another tensor in the weight's place. Matrices whose sites were not given
+are left alone. Only eager execution can be watched: not a compiled model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,15 +41,49 @@ class Matrix:
     sites: tuple[Site, ...]
 
 
+class Operation(Protocol):
+    """The operation that a model asked for."""
+
+    def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Compute it with input `x`, and with `weight`, as the parameter stores it, in place of the model's own."""
+
+
 #: Computes a matrix's output from its input: (matrix, x, the original operation) → y.
-Handler = Callable[[Matrix, Tensor, Callable[[Tensor], Tensor]], Tensor]
+Handler = Callable[[Matrix, Tensor, Operation], Tensor]
 
 #: function → (position and name of x, position and name of the weight)
 _FUNCTIONS: Mapping[Any, tuple[tuple[int, str], tuple[int, str]]] = {
     F.linear: ((0, "input"), (1, "weight")),
     F.embedding: ((0, "input"), (1, "weight")),
     torch.addmm: ((1, "mat1"), (2, "mat2")),
+    torch.mm: ((0, "input"), (1, "mat2")),
+    torch.matmul: ((0, "input"), (1, "other")),
+    torch.Tensor.addmm: ((1, "mat1"), (2, "mat2")),
+    torch.Tensor.mm: ((0, "self"), (1, "mat2")),
+    torch.Tensor.matmul: ((0, "self"), (1, "other")),
+    torch.Tensor.__matmul__: ((0, "self"), (1, "other")),
 }
+
+
+def einsum_is_in_out(equation: str, weight: int) -> bool | None:
+    """Which way the matrix at position `weight` of an einsum of two operands lies.
+
+    True: [in, out], as in "btd,de->bte". False: [out, in], as in "btd,ed->bte". None where the einsum is no product of
+    an input with that matrix: it is one if the matrix has two letters, the input ends in one of them, and the output is
+    the input with that letter replaced by the other.
+    """
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    operands = inputs.split(",")
+    if not arrow or len(operands) != 2:
+        return None
+    letters, x = operands[weight], operands[1 - weight]
+    if len(letters) != 2 or letters[0] == letters[1] or not x or x[-1] not in letters:
+        return None
+    inner = x[-1]
+    outer = letters.replace(inner, "")
+    if output != x[:-1] + outer or outer in x or inner in x[:-1]:
+        return None
+    return letters[0] == inner
 
 
 def matrices_of(sites: Iterable[Site]) -> tuple[Matrix, ...]:
@@ -75,13 +111,16 @@ class LinearCalls(TorchFunctionMode):
         self._handle = handle
         self._model = model
         self._matrices = matrices_of(sites)
-        self._by_weight: dict[tuple[int, int, tuple[int, ...]], Matrix] = {}
+        #: Identity of a stored matrix or of its transpose → the matrix, and whether it is the transpose.
+        self._by_weight: dict[_Identity, tuple[Matrix, bool]] = {}
 
     def __enter__(self) -> LinearCalls:
         self._by_weight.clear()
         for matrix in self._matrices:
             weight: Tensor = self._model.get_parameter(matrix.parameter)
-            self._by_weight[_identity(weight if matrix.expert is None else weight[matrix.expert])] = matrix
+            stored = weight if matrix.expert is None else weight[matrix.expert]
+            self._by_weight[_identity(stored.T)] = matrix, True
+            self._by_weight[_identity(stored)] = matrix, False
         super().__enter__()
         return self
 
@@ -89,19 +128,52 @@ class LinearCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.functional.einsum:
+            return self._watch_einsum(args, kwargs)
         where = _FUNCTIONS.get(func)
         if where is None:
             return func(*args, **kwargs)
         (x_position, x_name), (weight_position, weight_name) = where
-        weight = args[weight_position] if len(args) > weight_position else kwargs[weight_name]
-        matrix = self._by_weight.get(_identity(weight))
-        if matrix is None:
+        weight = args[weight_position] if len(args) > weight_position else kwargs.get(weight_name)
+        known = self._by_weight.get(_identity(weight)) if isinstance(weight, Tensor) else None
+        if known is None:
             return func(*args, **kwargs)
-        if len(args) <= x_position:
-            return self._handle(matrix, kwargs[x_name], lambda x: func(*args, **{**kwargs, x_name: x}))
-        before, after = args[:x_position], args[x_position + 1 :]
-        return self._handle(matrix, args[x_position], lambda x: func(*before, x, *after, **kwargs))
+        matrix, is_transpose = known
+
+        def operation(x: Tensor, weight: Tensor | None = None) -> Any:
+            placed, named = list(args), dict(kwargs)
+            in_place_of = weight.T if weight is not None and is_transpose else weight
+            for position, name, value in ((x_position, x_name, x), (weight_position, weight_name, in_place_of)):
+                if value is not None and position < len(placed):
+                    placed[position] = value
+                elif value is not None:
+                    named[name] = value
+            return func(*placed, **named)
+
+        return self._handle(matrix, args[x_position] if len(args) > x_position else kwargs[x_name], operation)
+
+    def _watch_einsum(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        equation, *operands = args
+        if len(operands) == 1 and isinstance(operands[0], list | tuple):
+            operands = list(operands[0])
+        found = [self._by_weight.get(_identity(operand)) for operand in operands]
+        position = next((at for at, known in enumerate(found) if known is not None), None)
+        if position is None or len(operands) != 2 or einsum_is_in_out(str(equation), position) is None:
+            return torch.einsum(*args, **kwargs)
+        known = found[position]
+        assert known is not None
+        matrix, is_transpose = known
+
+        def operation(x: Tensor, weight: Tensor | None = None) -> Tensor:
+            own = operands[position] if weight is None else weight.T if is_transpose else weight
+            result: Tensor = torch.einsum(equation, *((own, x) if position == 0 else (x, own)))
+            return result
+
+        return self._handle(matrix, operands[1 - position], operation)
 
 
-def _identity(weight: Tensor) -> tuple[int, int, tuple[int, ...]]:
-    return weight.untyped_storage().data_ptr(), int(weight.storage_offset()), tuple(weight.shape)
+_Identity = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+
+def _identity(weight: Tensor) -> _Identity:
+    return weight.untyped_storage().data_ptr(), int(weight.storage_offset()), tuple(weight.shape), weight.stride()

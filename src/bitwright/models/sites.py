@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -98,13 +98,26 @@ def find_sites(model: nn.Module) -> tuple[Site, ...]:
         seen.update(id(parameter) for parameter in module.parameters(recurse=False))
 
     if not decoder and not any(site.role == "lm_head" for site in ends.values()):
-        kinds = Counter(type(module).__name__ for module in model.modules() if not list(module.children()))
-        listing = ", ".join(f"{kind} x{count}" for kind, count in sorted(kinds.items())) or "none"
-        raise ModelError(
-            f"{type(model).__name__} has no linear layer to quantise (modules seen: {listing}); "
-            "pass a causal language model, for example one loaded by AutoModelForCausalLM"
-        )
+        raise no_sites_error(model)
     return (*_in_forward_order(decoder), *sorted(ends.values(), key=lambda site: site.role == "lm_head"))
+
+
+def no_sites_error(model: nn.Module, remarks: Sequence[str] = ()) -> ModelError:
+    """The error for a model in which no site was found: the modules seen, and how to name sites by hand.
+
+    Args:
+        model: where nothing was found.
+        remarks: what is known of its matrices.
+    """
+    leaves = [(name, type(module).__name__) for name, module in model.named_modules() if not list(module.children())]
+    kinds = ", ".join(f"{kind} x{count}" for kind, count in sorted(Counter(kind for _, kind in leaves).items()))
+    matrices = [f"{name} {list(p.shape)}" for name, p in model.named_parameters() if p.dim() >= 2]
+    shown = "; ".join([*remarks[:3], f"matrices: {', '.join(matrices[:6]) or 'none'}{', …' * (len(matrices) > 6)}"])
+    return ModelError(
+        f"{type(model).__name__} has no linear layer to quantise (modules seen: {kinds or 'none'}); {shown}; pass a "
+        'causal language model, or name its sites in a file given by --sites: [[site]] with module = "blocks.*.fc1" '
+        'or parameter = "blocks.*.w", and role = "other"'
+    )
 
 
 def site_weight(model: nn.Module, site: Site) -> Tensor:
@@ -141,9 +154,9 @@ def _sites_of_module(
     elif module is head:
         yield _matrix(name, module, "lm_head")
     elif isinstance(module, nn.Linear):
-        yield from _split(_matrix(name, module, _role(name)), config)
+        yield from _split(_matrix(name, module, role_of(name)), config)
     elif _is_conv1d(module):
-        yield from _split(_matrix(name, module, _role(name), transposed=True), config)
+        yield from _split(_matrix(name, module, role_of(name), transposed=True), config)
     else:
         yield from _router(name, module)
         yield from _experts(name, module, config)
@@ -169,7 +182,7 @@ def _matrix(name: str, module: nn.Module, role: str, *, transposed: bool = False
 def _router(name: str, module: nn.Module) -> Iterator[Site]:
     """A router that is no nn.Linear but holds a [experts, hidden] weight of its own."""
     weight = module._parameters.get("weight")
-    if weight is not None and weight.dim() == 2 and _role(name) == "router":
+    if weight is not None and weight.dim() == 2 and role_of(name) == "router":
         yield _matrix(name, module, "router")
 
 
@@ -239,12 +252,12 @@ def _head_rows(config: Any) -> list[int] | None:
 # --- names, types, order ---------------------------------------------------------------------------------------------
 
 
-def _role(name: str) -> str:
+def role_of(name: str) -> str:
+    """Role of a linear layer by its dotted name; ``other`` where no row of the table knows it."""
     parts = name.split(".")
-    tail = ".".join(parts[-2:])
     role = "other"
     for pattern, candidate in LINEAR_ROLES:
-        if fnmatchcase(tail if "." in pattern else parts[-1], pattern):
+        if fnmatchcase(".".join(parts[-1 - pattern.count(".") :]), pattern):
             role = candidate
             break
     return EXPERT_ROLES.get(role, role) if "experts" in parts[:-1] else role
