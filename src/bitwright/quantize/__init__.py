@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from bitwright.lazy_page import open_lazily
 
 if TYPE_CHECKING:
-    from bitwright.quantize.catalogs import ROUNDINGS, SCHEMES, TRANSFORMS
+    from bitwright.quantize.catalogs import ROUNDINGS, SCHEMES, TRANSFORMS, VALUE_SCHEMES
     from bitwright.quantize.delayed_scaling import DelayedScaling
     from bitwright.quantize.granularity import Granularity, block, group
     from bitwright.quantize.pack import PackedTensor
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from bitwright.quantize.quantize import dequantize, fake_quantize, pack, quantize, unpack
     from bitwright.quantize.rounding import Rounding
     from bitwright.quantize.scheme import Scaling, Scheme, TensorScheme, block_scheme
+    from bitwright.quantize.value_scheme import ValueScheme
 
 _HOMES = {
     "ROUNDINGS": "bitwright.quantize.catalogs",
     "SCHEMES": "bitwright.quantize.catalogs",
     "TRANSFORMS": "bitwright.quantize.catalogs",
+    "VALUE_SCHEMES": "bitwright.quantize.catalogs",
     "DelayedScaling": "bitwright.quantize.delayed_scaling",
     "Granularity": "bitwright.quantize.granularity",
     "PackedTensor": "bitwright.quantize.pack",
@@ -37,6 +39,7 @@ _HOMES = {
     "Scaling": "bitwright.quantize.scheme",
     "Scheme": "bitwright.quantize.scheme",
     "TensorScheme": "bitwright.quantize.scheme",
+    "ValueScheme": "bitwright.quantize.value_scheme",
     "block": "bitwright.quantize.granularity",
     "block_scheme": "bitwright.quantize.scheme",
     "dequantize": "bitwright.quantize.quantize",
@@ -51,6 +54,7 @@ __all__ = [
     "ROUNDINGS",
     "SCHEMES",
     "TRANSFORMS",
+    "VALUE_SCHEMES",
     "DelayedScaling",
     "Granularity",
     "PackedTensor",
@@ -59,6 +63,7 @@ __all__ = [
     "Scaling",
     "Scheme",
     "TensorScheme",
+    "ValueScheme",
     "block",
     "block_scheme",
     "dequantize",

@@ -1,0 +1,1 @@
+"""One family of value schemes a file; each module defines VALUE_SCHEMES."""
