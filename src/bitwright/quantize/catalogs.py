@@ -1,4 +1,7 @@
-"""What a user names when a tensor is quantised: schemes, roundings, transforms. Each folder is its own registry."""
+"""What a user names when a tensor is quantised: schemes of weights and of values, roundings, transforms.
+
+Each folder is its own registry.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,18 @@ from bitwright.catalog import Catalog
 from bitwright.quantize.rounding import Rounding
 from bitwright.quantize.scheme import Scheme
 from bitwright.quantize.transforms.none import NoTransform
+from bitwright.quantize.value_scheme import ValueScheme
 
 #: Every scheme, by name.
 SCHEMES: Catalog[Scheme] = Catalog(
     kind="scheme", package="bitwright.quantize.schemes", attribute="SCHEMES", record_type=Scheme
+)
+#: Every scheme of values that are computed or kept, by name.
+VALUE_SCHEMES: Catalog[ValueScheme] = Catalog(
+    kind="value scheme",
+    package="bitwright.quantize.value_schemes",
+    attribute="VALUE_SCHEMES",
+    record_type=ValueScheme,
 )
 #: Every rounding of weights, by name.
 ROUNDINGS: Catalog[Rounding] = Catalog(
