@@ -22,7 +22,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -71,15 +72,30 @@ class Site:
         return self.shape[0] * self.shape[1]
 
 
-def find_sites(model: nn.Module) -> tuple[Site, ...]:
+@runtime_checkable
+class NamesItsSites(Protocol):
+    """A model that knows its own weight sites, since they cannot be read off its modules."""
+
+    def weight_sites(self) -> tuple[Site, ...]:
+        """Every weight site, in the order that `find_sites` promises."""
+
+
+def find_sites(model: nn.Module, site_file: Path | str | None = None) -> tuple[Site, ...]:
     """Return every weight site: the decoder's linear layers in forward order, then the embedding, then the head.
 
-    Tied weights are one site; ``uses`` names every module that computes with them. Raises ModelError, listing the
-    kinds of modules seen, for a model in which nothing is linear.
+    Tied weights are one site; ``uses`` names every module that computes with them. With ``site_file`` the sites are
+    those that it names, and no others (`site_file.py`). Raises ModelError, listing the modules seen and how to name
+    sites by hand, for a model in which nothing is linear, and for a file that does not fit the model.
     """
+    if site_file is not None:
+        from bitwright.models.site_file import sites_from_file
+
+        return sites_from_file(model, site_file)
+    if isinstance(model, NamesItsSites):
+        return model.weight_sites()
     config = _text_config(model)
     parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
-    uses = _uses_of(model)
+    uses = uses_of(model)
     embedding, head = _embedding_and_head(model, config)
 
     decoder: list[Site] = []
@@ -289,7 +305,7 @@ def _embedding_and_head(model: nn.Module, config: Any) -> tuple[nn.Module | None
     )
 
 
-def _uses_of(model: nn.Module) -> dict[int, list[str]]:
+def uses_of(model: nn.Module) -> dict[int, list[str]]:
     """id of a parameter → names of the modules that hold it, in order."""
     uses: dict[int, list[str]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
