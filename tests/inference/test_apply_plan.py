@@ -210,5 +210,5 @@ def test_a_choice_from_a_newer_program_is_an_unknown_name(
 def test_a_transform_from_a_newer_program_is_not_skipped(make_tiny_model: Callable[..., Any]) -> None:
     model = make_tiny_model("llama")
     site = decoder(model)[0]
-    with pytest.raises(UnknownName, match="hadamard"):
-        site_rules(plan_of([choice(site, "int4_g64", transform="hadamard")]), find_sites(model))
+    with pytest.raises(UnknownName, match="unheard_of"):
+        site_rules(plan_of([choice(site, "int4_g64", transform="unheard_of")]), find_sites(model))

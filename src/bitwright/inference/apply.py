@@ -6,6 +6,9 @@ is what was measured: nothing is calibrated again. All other codes follow from t
     scales          fp16 or fp32 [N, G]
     offsets         uint8 zero points, or minima like the scales, [N, G]; where the scheme is not symmetric
     tensor_scale    fp32 []; where the scheme has one
+    column_scales   fp32 [K]; where the transform multiplies columns
+    signs           int8 [K], ±1; where the transform rotates
+    input_scale     fp32 []; where the scheme's activations are static
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from bitwright.inference.emulate import SiteRule, emulate
 from bitwright.models.sites import Site
 from bitwright.plan import Plan, SiteChoice
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS, QTensor, quantize
+from bitwright.quantize.fitted import Fitted
 from bitwright.quantize.scaling import Scales
 from bitwright.quantize.scheme import TensorScheme
 
@@ -58,15 +62,26 @@ def site_rules(plan: Plan, sites: Sequence[Site]) -> dict[str, SiteRule]:
                 f"the plan has '{choice.name}' as {list(choice.shape)}, but this model's is "
                 f"{list(known[choice.name].shape)}; load the model that the plan is for: {plan.model.name}"
             )
-        TRANSFORMS[choice.transform]  # the only one there is changes nothing, but an unknown one must not be skipped
+        transform = _stored_transform(plan.tensors, choice)
         scheme = SCHEMES[choice.scheme]
         if scheme.weights is None:
             continue
         stored = _stored_scales(plan.tensors, choice, scheme.weights)
         rules[choice.name] = SiteRule(
-            quantize_weight=_quantizer(scheme.weights, stored), activations=scheme.activations
+            quantize_weight=_quantizer(scheme.weights, stored, transform),
+            activations=scheme.activations,
+            transform=transform,
+            input_scale=_stored_input_scale(plan.tensors, choice) if scheme.static_activations else None,
         )
     return rules
+
+
+def input_tensors_of(site_name: str, transform: Fitted, input_scale: Tensor | None) -> dict[str, np.ndarray]:
+    """What a plan keeps of what is done to a site's input: nothing where there is no transform and no static scale."""
+    kept = {f"{site_name}/{part}": array for part, array in transform.tensors().items()}
+    if input_scale is not None:
+        kept[f"{site_name}/input_scale"] = input_scale.cpu().numpy().astype(np.float32)
+    return kept
 
 
 def tensors_of(site_name: str, q: QTensor) -> dict[str, np.ndarray]:
@@ -96,14 +111,8 @@ def _stored_scales(tensors: Mapping[str, np.ndarray], choice: SiteChoice, scheme
     per_group = scheme.scaling.granularity.scale_shape(rows, columns)
 
     def read(part: str, shape: tuple[int, ...]) -> Tensor:
-        found = tensors.get(f"{choice.name}/{part}")
-        if found is None or found.shape != shape:
-            what = f"no {part}" if found is None else f"{part} of shape {list(found.shape)} instead of {list(shape)}"
-            raise PlanError(
-                f"the plan's tensors hold {what} for '{choice.name}', whose rounding '{choice.rounding}' needs them; "
-                "the folder's tensors.safetensors is from another plan: make the plan again"
-            )
-        return torch.from_numpy(found.astype(np.float32))
+        needed_by = f"whose rounding '{choice.rounding}' needs them"
+        return torch.from_numpy(_stored(tensors, choice, part, shape, needed_by).astype(np.float32))
 
     return Scales(
         scale=read("scales", per_group).unsqueeze(-1),
@@ -112,8 +121,36 @@ def _stored_scales(tensors: Mapping[str, np.ndarray], choice: SiteChoice, scheme
     )
 
 
-def _quantizer(scheme: TensorScheme, stored: Scales | None) -> Callable[[Tensor], Tensor]:
+def _stored_transform(tensors: Mapping[str, np.ndarray], choice: SiteChoice) -> Fitted:
+    """The transform that a plan holds for a choice."""
+    parts = TRANSFORMS[choice.transform].parts
+    needed_by = f"whose transform '{choice.transform}' needs them"
+    return Fitted.from_tensors(
+        {part: _stored(tensors, choice, part, (choice.shape[1],), needed_by) for part in sorted(parts)}
+    )
+
+
+def _stored_input_scale(tensors: Mapping[str, np.ndarray], choice: SiteChoice) -> Tensor:
+    needed_by = f"whose scheme '{choice.scheme}' has static activations"
+    return torch.from_numpy(_stored(tensors, choice, "input_scale", (), needed_by).astype(np.float32))
+
+
+def _stored(
+    tensors: Mapping[str, np.ndarray], choice: SiteChoice, part: str, shape: tuple[int, ...], needed_by: str
+) -> np.ndarray:
+    """One tensor of a choice. Raises PlanError where the plan lacks it or has it in another shape."""
+    found = tensors.get(f"{choice.name}/{part}")
+    if found is None or found.shape != shape:
+        what = f"no {part}" if found is None else f"{part} of shape {list(found.shape)} instead of {list(shape)}"
+        raise PlanError(
+            f"the plan's tensors hold {what} for '{choice.name}', {needed_by}; "
+            "the folder's tensors.safetensors is from another plan: make the plan again"
+        )
+    return found
+
+
+def _quantizer(scheme: TensorScheme, stored: Scales | None, transform: Fitted) -> Callable[[Tensor], Tensor]:
     def values(weight_NK: Tensor) -> Tensor:
-        return quantize(weight_NK, scheme, scales=stored).dequantize()
+        return quantize(transform.weight(weight_NK), scheme, scales=stored).dequantize()
 
     return values

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bitwright.catalog import Catalog
 from bitwright.quantize.rounding import Rounding
 from bitwright.quantize.scheme import Scheme
-from bitwright.quantize.transforms.none import NoTransform
+from bitwright.quantize.transforms import Transform
 from bitwright.quantize.value_scheme import ValueScheme
 
 #: Every scheme, by name.
@@ -27,6 +27,6 @@ ROUNDINGS: Catalog[Rounding] = Catalog(
     kind="rounding", package="bitwright.quantize.rounding", attribute="ROUNDINGS", record_type=Rounding
 )
 #: Every transform, by name.
-TRANSFORMS: Catalog[NoTransform] = Catalog(
-    kind="transform", package="bitwright.quantize.transforms", attribute="TRANSFORMS", record_type=NoTransform
+TRANSFORMS: Catalog[Transform] = Catalog(
+    kind="transform", package="bitwright.quantize.transforms", attribute="TRANSFORMS", record_type=Transform
 )

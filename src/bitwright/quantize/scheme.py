@@ -203,7 +203,11 @@ def block_scheme(name: str) -> TensorScheme:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """A named preset: how the weights of a linear site are stored, and what its input is rounded to."""
+    """A named preset: how the weights of a linear site are stored, and what its input is rounded to.
+
+    Raises:
+        SchemeError: static activations without one plain scale per tensor.
+    """
 
     name: str
     #: One line for tables: what it is and where it runs.
@@ -212,7 +216,23 @@ class Scheme:
     source: str
     #: None only for `as_loaded`: the weights stay as the checkpoint has them.
     weights: TensorScheme | None
-    #: Format and scaling of the input activations, found per call (dynamic); None leaves them alone.
+    #: Format and scaling of the input activations; None leaves them alone.
     activations: TensorScheme | None = None
+    #: False: their scales are found on every call (dynamic). True: one scale per tensor is found in calibration, by the
+    #: rule of `activations.scaling`, and kept: what goes beyond it later saturates (`static_scales.py`).
+    static_activations: bool = False
     #: Whether a search chooses from it unless it is told what to choose from.
     in_default_search: bool = True
+
+    def __post_init__(self) -> None:
+        scaling = None if self.activations is None else self.activations.scaling
+        if self.static_activations and (
+            scaling is None
+            or scaling.granularity.scope != "tensor"
+            or scaling.symmetry != "symmetric"
+            or scaling.tensor_scale
+        ):
+            raise SchemeError(
+                f"scheme '{self.name}' has static activations as {self.activations}; a static scale is one plain scale "
+                "per tensor: give them a scaling with granularity TENSOR, symmetric, without a tensor scale"
+            )

@@ -1,6 +1,6 @@
 """FP8 and FP6: floating codes with one scale per output channel (weights) and per token (activations), or per block."""
 
-from bitwright.quantize.granularity import ROW, Granularity, block, group
+from bitwright.quantize.granularity import ROW, TENSOR, Granularity, block, group
 from bitwright.quantize.scheme import Scaling, Scheme, TensorScheme
 
 _PER_ROW = Scaling(granularity=ROW, scale_format="fp32")
@@ -26,6 +26,15 @@ SCHEMES = (
         source="compressed-tensors float-quantized (dynamic per-token activations); OFP8 v1.0",
         weights=_FP8,
         activations=_FP8,
+        in_default_search=False,
+    ),
+    Scheme(
+        name="fp8_static",
+        description="FP8 W8A8: E4M3 weights per output channel, one E4M3 scale per activation tensor from calibration",
+        source="compressed-tensors float-quantized (static activations), vLLM's fp8 checkpoints; OFP8 v1.0",
+        weights=_FP8,
+        activations=TensorScheme(format="fp8_e4m3", scaling=Scaling(granularity=TENSOR, scale_format="fp32")),
+        static_activations=True,
         in_default_search=False,
     ),
     Scheme(

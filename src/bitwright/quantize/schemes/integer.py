@@ -3,7 +3,7 @@
 Symmetric codes divide by 2^(b−1) − 1, so that round-to-nearest never clips; clip search may use the code −2^(b−1) too.
 """
 
-from bitwright.quantize.granularity import ROW, group
+from bitwright.quantize.granularity import ROW, TENSOR, group
 from bitwright.quantize.scheme import Scaling, Scheme, Symmetry, TensorScheme
 
 _WEIGHT_ONLY = "compressed-tensors pack-quantized, AWQ and GPTQ checkpoints"
@@ -45,6 +45,16 @@ SCHEMES = (
         source="compressed-tensors int-quantized (dynamic per-token activations)",
         weights=_INT8_CHANNEL,
         activations=TensorScheme(format="int8", scaling=Scaling(granularity=ROW, scale_format="fp32")),
+        in_default_search=False,
+    ),
+    Scheme(
+        name="int8_static",
+        description="INT8 W8A8: weights per output channel, one scale per activation tensor, found in calibration",
+        source="SmoothQuant, arXiv:2211.10438, table 2 (O3: static, there with one scale per weight tensor too); "
+        "compressed-tensors int-quantized (static)",
+        weights=_INT8_CHANNEL,
+        activations=TensorScheme(format="int8", scaling=Scaling(granularity=TENSOR, scale_format="fp32")),
+        static_activations=True,
         in_default_search=False,
     ),
 )
