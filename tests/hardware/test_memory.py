@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from bitwright.errors import HardwareError
-from bitwright.hardware.memory import kv_cache_bytes, weight_bytes
+from bitwright.hardware import DecoderShape
+from bitwright.hardware.memory import activation_bytes, cache_bytes, kv_cache_bytes, serving_memory, weight_bytes
 
 
 @pytest.mark.parametrize(
@@ -78,3 +87,95 @@ def test_impossible_sizes_are_named() -> None:
         weight_bytes(out_features=1, in_features=8, code_bits=4, scale_bits=-8)
     with pytest.raises(HardwareError, match="num_tokens is 0"):
         kv_cache_bytes(num_layers=1, num_kv_heads=1, head_dim=64, num_tokens=0)
+
+
+def test_one_cache_is_half_of_a_layer() -> None:
+    # Llama 3 8B's keys of one layer: 8192 tokens x 8 heads x 128 x 2 bytes
+    assert cache_bytes(num_tokens=8192, num_kv_heads=8, head_dim=128, stored_bits=16) == 16 * 2**20
+    # int4 codes with one fp16 scale a head and token: 4.125 bits
+    size = cache_bytes(num_tokens=100, num_kv_heads=2, head_dim=128, stored_bits=4 + 16 / 128, batch=3)
+    assert size == 3 * 100 * 2 * (64 + 2)
+
+
+def test_serving_llama_3_8b_adds_up() -> None:
+    shape = decoder_shape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256, layers=32)
+    needs = serving_memory(shape, "gpu", weights=16_060_522_496, kv_cache=4 * 2**30, batch=4, context=8192)
+    # 2048 tokens x (4 x 4096 + 3 x 14336) values of 2 bytes; the head's 4 x 128256 logits are fewer
+    assert needs.activations == 2048 * (4 * 4096 + 3 * 14336) * 2
+    assert needs.workspace == (512 + 32) * 2**20
+    assert needs.total == 16_060_522_496 + 4 * 2**30 + needs.activations + needs.workspace
+    short = serving_memory(shape, "cpu", weights=1, kv_cache=1, batch=4, context=8, widened_weights=100)
+    assert short.activations == max(32 * (4 * 4096 + 3 * 14336) * 2, 32 * 4096 * 2 + 4 * 128256 * 6)
+    assert short.workspace == 32 * 2**20 + 200
+
+
+def test_logits_of_every_token_outweigh_a_small_model() -> None:
+    shape = decoder_shape(hidden=8, intermediate=16, heads=2, kv_heads=2, head_dim=4, vocab=50_000, layers=1)
+    assert activation_bytes(shape, step_tokens=10, logit_tokens=10, bits=32, logit_bits=32) == 10 * (8 + 50_000) * 4
+
+
+def decoder_shape(
+    *, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, vocab: int, layers: int
+) -> DecoderShape:
+    return DecoderShape(
+        num_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab,
+        active_weights=1,
+    )
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that operations made and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = {arg.untyped_storage()._cdata for arg in tree_leaves((args, kwargs)) if isinstance(arg, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in inputs:
+                self._watch(tensor.untyped_storage())
+        return out
+
+    def _watch(self, storage: UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._sizes:
+            return
+        self._sizes[key] = size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+
+
+@pytest.mark.parametrize(("intermediate", "kv_heads"), [(512, 4), (384, 2), (32, 4), (32, 1)])
+def test_the_activation_peak_is_what_a_model_holds(intermediate: int, kv_heads: int) -> None:
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=intermediate,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        head_dim=32,
+        vocab_size=256,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).eval()
+    tokens = torch.randint(0, 256, (2, 512))
+    with torch.no_grad(), LiveBytes() as counted:
+        model(tokens, use_cache=False, logits_to_keep=1)
+    shape = decoder_shape(
+        hidden=128, intermediate=intermediate, heads=4, kv_heads=kv_heads, head_dim=32, vocab=256, layers=3
+    )
+    predicted = activation_bytes(shape, step_tokens=2 * 512, logit_tokens=2, bits=32, logit_bits=32)
+    assert counted.peak == pytest.approx(predicted, rel=0.05)

@@ -17,6 +17,8 @@ from bitwright.cli import (
     formats_histogram,
     formats_show,
     hardware,
+    hardware_profile,
+    hardware_show,
     optimize,
     schemes,
     show,
@@ -44,7 +46,7 @@ def create_app() -> typer.Typer:
     app.command("show")(show.show_command)
     app.add_typer(_create_formats_app(), name="formats")
     app.command("schemes")(schemes.schemes_command)
-    app.command("hardware")(hardware.hardware_command)
+    app.add_typer(_create_hardware_app(), name="hardware")
     return app
 
 
@@ -54,6 +56,15 @@ def _create_formats_app() -> typer.Typer:
     app.command("show", context_settings=NUMBERS_MAY_BE_NEGATIVE)(formats_show.show_command)
     app.command("compare", context_settings=NUMBERS_MAY_BE_NEGATIVE)(formats_compare.compare_command)
     app.command("histogram")(formats_histogram.histogram_command)
+    return app
+
+
+def _create_hardware_app() -> typer.Typer:
+    app = typer.Typer(rich_markup_mode=None)
+    app.callback(invoke_without_command=True)(hardware.hardware_command)
+    app.command("list")(hardware.list_command)
+    app.command("show")(hardware_show.show_command)
+    app.command("profile")(hardware_profile.profile_command)
     return app
 
 

@@ -54,11 +54,21 @@ def _runtime_name() -> str | None:
     return str(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
 
 
+def cpu_model() -> str | None:
+    """Return what Linux calls the processor; None elsewhere."""
+    return _cpuinfo("model name")
+
+
 def _cpu_flags() -> frozenset[str]:
+    return frozenset((_cpuinfo("flags", "Features") or "").split())
+
+
+def _cpuinfo(*keys: str) -> str | None:
+    """The first value in /proc/cpuinfo that one of the keys has."""
     if platform.system() != "Linux" or not _CPUINFO.exists():
-        return frozenset()
+        return None
     for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
         key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
+        if key.strip() in keys:
+            return value.strip()
+    return None

@@ -1,4 +1,4 @@
-"""Reading a device file, and refusing it with the name of the file and the field.
+"""Reading and writing a device file, and refusing it with the name of the file and the field.
 
 Unknown fields, missing figures, figures that are not positive, formats that no catalog has, and matmul rules for
 formats without a rate are `HardwareError`s. What the fields mean stands at the top of `device.py`.
@@ -6,8 +6,10 @@ formats without a rate are `HardwareError`s. What the fields mean stands at the 
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -19,6 +21,8 @@ from bitwright.catalog import nearest_name_hint
 from bitwright.errors import HardwareError
 from bitwright.hardware.device import Certainty, Device, Kind, Link, MatmulRule
 
+#: What a device may be called.
+NAME_PATTERN = r"^[a-z0-9][a-z0-9.-]*$"
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(gt=0)]
 _Text = Annotated[str, Field(min_length=1)]
@@ -78,7 +82,7 @@ class _MatmulRuleSection(_Section):
 
 
 class _DeviceFile(_Section):
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
     aliases: list[_Text] = []
     vendor: _Text
     kind: Kind
@@ -150,6 +154,51 @@ def parse_device(content: bytes, file: str) -> Device:
         notes=tuple(fields.notes),
         sources=MappingProxyType({key: section.source for key, section in sections.items()}),
         certainties=MappingProxyType({key: section.certainty for key, section in sections.items()}),
+    )
+
+
+def write_device_text(device: Device) -> str:
+    """Return the text of a device file that reads back as `device`."""
+    blocks = [
+        _lines(
+            name=device.name,
+            aliases=device.aliases,
+            vendor=device.vendor,
+            kind=device.kind,
+            year=device.year,
+            notes=device.notes,
+        )
+    ]
+    if device.runtime_names or device.cpu_flags:
+        blocks.append(_lines("[detect]", runtime_names=device.runtime_names, cpu_flags=device.cpu_flags))
+    memory = _lines(
+        "[memory]",
+        capacity_bytes=device.memory_bytes,
+        bandwidth_gb_per_s=device.memory_gb_per_s,
+        last_level_cache_bytes=device.last_level_cache_bytes,
+    )
+    blocks += [memory + _origin(device, "memory")]
+    blocks += [_lines("[matmul_tflops]", **device.matmul_tflops) + _origin(device, "matmul_tflops")]
+    if device.achieved_matmul_tflops:
+        blocks.append(_lines("[achieved]", memory_gb_per_s=device.achieved_memory_gb_per_s, launch_s=device.launch_s))
+        rates = _lines("[achieved.matmul_tflops]", **device.achieved_matmul_tflops)
+        blocks.append(rates + _origin(device, "achieved.matmul_tflops"))
+    blocks += [_lines("[[matmul_rules]]", **asdict(rule)) for rule in device.matmul_rules]
+    blocks += [_lines("[[links]]", **asdict(link)) for link in device.links]
+    return "\n".join(blocks)
+
+
+def _origin(device: Device, section: str) -> str:
+    return _lines(source=device.sources[section], certainty=device.certainties[section])
+
+
+def _lines(title: str = "", /, **fields: object) -> str:
+    """A section; what is None or empty is left out. JSON spells text, numbers and lists of text as TOML does."""
+    present = {name: value for name, value in fields.items() if value not in (None, ())}
+    return "".join(
+        line + "\n"
+        for line in [title, *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in present.items())]
+        if line
     )
 
 

@@ -8,6 +8,8 @@ linear layer ``y[tokens, out] = x[tokens, in] @ W[out, in]ᵀ``:
     operations = 2 · tokens · out · in
     bytes      = (out · in · weight_bits + tokens · in · activation_bits + tokens · out · output_bits) / 8
 
+Attention and elementwise work have their formulas in `latency.py`, over the same roofline.
+
 Every time is *predicted*, never measured here. With peak rates it is a floor: no kernel is faster. With
 ``rates="achieved"`` the device file's measured figures are used where it has them (and the peak where not), which is
 closer to what a good kernel reaches. Left out: launch overhead, caches that hold a whole matrix, and the cost of
@@ -16,6 +18,7 @@ widening weights to the compute format.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,9 +33,9 @@ Rates = Literal["peak", "achieved"]
 _WIDER: tuple[str, ...] = ("bf16", "fp16", "tf32", "fp32")
 
 
-@dataclass(frozen=True, kw_only=True)
-class MatmulTime:
-    """The predicted time of one matrix product, and what bounds it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperationTime:
+    """The predicted time of one operation, and what bounds it."""
 
     seconds: float
     bound: Literal["compute", "memory"]
@@ -40,9 +43,36 @@ class MatmulTime:
     flops: float
     #: Bytes read and written.
     moved_bytes: float
-    compute_format: str
+    #: Formats that the multiplications run in; none where nothing is multiplied.
+    compute_formats: tuple[str, ...]
     rates: Rates
     status: Literal["predicted"] = "predicted"
+
+
+def operation_time(
+    device: Device, *, flops: Mapping[str, float], moved_bytes: float, rates: Rates = "peak"
+) -> OperationTime:
+    """Return the roofline's time of an operation.
+
+    Args:
+        device: whose rates and bandwidth count.
+        flops: compute format → operations in it; they follow each other.
+        moved_bytes: bytes read and written, each once.
+        rates: peaks (a floor) or what was achieved in measurements, where the device file has them.
+
+    Raises:
+        HardwareError: the device has no rate for a format.
+    """
+    compute_s = sum(amount / (matmul_tflops(device, name, rates) * 1e12) for name, amount in flops.items())
+    memory_s = read_time_s(device, moved_bytes, rates)
+    return OperationTime(
+        seconds=max(compute_s, memory_s),
+        bound="compute" if compute_s >= memory_s else "memory",
+        flops=sum(flops.values()),
+        moved_bytes=moved_bytes,
+        compute_formats=tuple(flops),
+        rates=rates,
+    )
 
 
 def matmul_time(
@@ -56,7 +86,7 @@ def matmul_time(
     activation_bits: float = 16.0,
     output_bits: float = 16.0,
     rates: Rates = "peak",
-) -> MatmulTime:
+) -> OperationTime:
     """Return the predicted time of ``[tokens, in] @ [out, in]ᵀ`` on a device.
 
     Args:
@@ -71,21 +101,12 @@ def matmul_time(
     Raises:
         HardwareError: the device has no rate for `compute_format`, or a size is not positive.
     """
-    sizes = {"tokens": tokens, "out_features": out_features, "in_features": in_features, "weight_bits": weight_bits}
-    for name, value in sizes.items():
-        if not value > 0:
-            raise HardwareError(f"{name} is {value}, but a matrix product needs a positive one; correct it")
-    flops = 2.0 * tokens * out_features * in_features
+    raise_if_not_positive(tokens=tokens, out_features=out_features, in_features=in_features, weight_bits=weight_bits)
     weight_bytes = out_features * in_features * weight_bits / 8
-    moved_bytes = weight_bytes + tokens * (in_features * activation_bits + out_features * output_bits) / 8
-    compute_s = flops / (matmul_tflops(device, compute_format, rates) * 1e12)
-    memory_s = moved_bytes / (memory_gb_per_s(device, rates) * 1e9)
-    return MatmulTime(
-        seconds=max(compute_s, memory_s),
-        bound="compute" if compute_s >= memory_s else "memory",
-        flops=flops,
-        moved_bytes=moved_bytes,
-        compute_format=compute_format,
+    return operation_time(
+        device,
+        flops={compute_format: 2.0 * tokens * out_features * in_features},
+        moved_bytes=weight_bytes + tokens * (in_features * activation_bits + out_features * output_bits) / 8,
         rates=rates,
     )
 
@@ -151,6 +172,13 @@ def compute_format(device: Device, wanted: str) -> tuple[str, str]:
         f"device '{device.name}' can neither multiply in {wanted} nor in any of {', '.join(_WIDER)}; "
         "give a device file with one of these rates"
     )
+
+
+def raise_if_not_positive(**sizes: float) -> None:
+    """Refuse sizes of an operation that are not positive, by their names."""
+    for name, value in sizes.items():
+        if not value > 0:
+            raise HardwareError(f"{name} is {value}, but an operation takes time only for positive sizes; correct it")
 
 
 def _holds(wider: Format, narrow: Format) -> bool:

@@ -1,0 +1,382 @@
+"""Measure the machine at hand and say it as a device: `bitwright hardware profile`.
+
+    matmul     2 · m · n · k operations ÷ seconds, for each format that torch multiplies in, over several shapes
+    matvec     bytes of a [11008, 4096] weight ÷ seconds, one token: what decoding reaches of the memory's bandwidth
+    read, copy bytes of a sum over, and of a copy of, a tensor far larger than any cache ÷ seconds
+    launch     seconds of an operation on one number
+
+Each figure is the best of as many repeats as a time slice holds: other work on the machine only ever adds time. How far
+the median lies above the best is reported beside it. As a device, the best shape of a format is its *peak* and the
+median over the shapes is its *achieved* rate; the best of read, copy and matvec is the peak bandwidth, and matvec the
+achieved one.
+
+A format that reaches less than a tenth of the faster of fp32 and bf16 on a small trial has a loop for reference and no
+matrix unit (fp16 and fp8 on most processors): it is skipped, and the reason is kept. Rejected: a mean over repeats,
+which on a shared machine measures the neighbours.
+
+Imports torch when called.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+from bitwright.errors import HardwareError
+from bitwright.hardware.detect import cpu_model
+from bitwright.hardware.device import Device, MatmulRule
+from bitwright.hardware.device_catalog import devices
+from bitwright.hardware.device_file import NAME_PATTERN
+
+if TYPE_CHECKING:
+    import torch
+
+#: A format slower than this share of the faster of fp32 and bf16 has no matrix unit.
+_LEAST_SHARE = 0.1
+#: m, n, k of the trial that finds such formats out.
+_TRIAL = (128, 512, 512)
+#: Formats in the order that they are measured in; the first two are what the others are compared with.
+_FORMATS = ("fp32", "bf16", "tf32", "fp16", "int8", "fp8_e4m3")
+#: Formats that a processor has no notion of.
+_GPU_FORMATS = frozenset({"tf32"})
+#: A median so far above the best is a sign that something else was running.
+_DISTURBED = 0.5
+#: out, in of the weight that one token is multiplied by: the MLP of a model of seven billion parameters.
+_MATVEC = (11008, 4096)
+_MATVEC_FORMATS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """How large and how long the measurements are on one kind of machine."""
+
+    #: m, n, k of the matrix products.
+    shapes: tuple[tuple[int, int, int], ...]
+    #: Bytes of the tensor that is read and copied.
+    streamed_bytes: int
+    #: Seconds of repeats for one figure.
+    slice_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One figure to measure."""
+
+    what: Literal["matmul", "matvec", "read", "copy", "launch"]
+    format: str = "fp32"
+    #: m, n, k of a product.
+    shape: tuple[int, int, int] = (0, 0, 0)
+
+    def __str__(self) -> str:
+        if self.what == "matmul":
+            return f"matmul {self.format} {' x '.join(map(str, self.shape))}"
+        return f"matvec {self.format} {_MATVEC[0]} x {_MATVEC[1]}" if self.what == "matvec" else self.what
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """One measured figure."""
+
+    job: Job
+    #: TFLOP/s of a product, 10⁹ bytes per second of what moves, seconds of a launch.
+    value: float
+    #: How far the median of the repeats lies above the best time, as a share of it.
+    spread: float
+    repeats: int
+
+    def __str__(self) -> str:
+        unit = {"matmul": "TFLOP/s", "launch": "s"}.get(self.job.what, "GB/s")
+        return f"{self.job}: {self.value:.4g} {unit}, best of {self.repeats}, median {100 * self.spread:.0f} % slower"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """What was measured, and the device that it makes."""
+
+    device: Device
+    figures: tuple[Figure, ...]
+    #: Format → why it was not measured.
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+    #: One sentence for each sign that something else was running.
+    disturbances: tuple[str, ...] = ()
+
+
+def jobs(*, gpu: bool, quick: bool = False) -> tuple[Job, ...]:
+    """Return what `measure` measures, in order; formats that turn out to have no matrix unit fall away."""
+    effort = _effort(gpu=gpu, quick=quick)
+    known = [name for name in _FORMATS if gpu or name not in _GPU_FORMATS]
+    products = (Job(what="matmul", format=name, shape=shape) for name in known for shape in effort.shapes)
+    vectors = (Job(what="matvec", format=name) for name in _MATVEC_FORMATS)
+    return (Job(what="read"), Job(what="copy"), Job(what="launch"), *vectors, *products)
+
+
+def has_gpu() -> bool:
+    """Say whether torch sees a GPU; then that is what is measured."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def measure(*, name: str, quick: bool = False, on_done: Callable[[str], None] = lambda what: None) -> Profile:
+    """Measure this machine's GPU where torch sees one, else its processor with as many threads as torch uses.
+
+    Args:
+        name: of the device that comes out.
+        quick: smaller matrices and fewer repeats: under ten seconds on two cores, in place of under a minute.
+        on_done: is told of each job when it is over, with its figure or the reason that it was skipped.
+
+    Raises:
+        HardwareError: no device may be called so, or torch can multiply in no format.
+    """
+    if not re.match(NAME_PATTERN, name):
+        raise HardwareError(
+            f"a device cannot be called {name!r}; use lower-case letters, digits, '.' and '-', such as 'lab-server'"
+        )
+    busy = _busy()
+    gpu = has_gpu()
+    effort = _effort(gpu=gpu, quick=quick)
+    bench = _Bench(gpu=gpu, effort=effort)
+    figures: list[Figure] = []
+    skipped: dict[str, str] = {}
+    trials: dict[str, float] = {}
+    for job in jobs(gpu=gpu, quick=quick):
+        if job.what in ("matmul", "matvec") and job.format not in trials and job.format not in skipped:
+            reason = _try(bench, job.format, trials)
+            if reason:
+                skipped[job.format] = reason
+        if job.format in skipped:
+            on_done(f"{job}: skipped, {skipped[job.format]}")
+            continue
+        figure = bench.figure(job)
+        figures.append(figure)
+        on_done(str(figure))
+    figures = _without_reference_loops(figures, skipped)
+    unsteady = [str(figure.job) for figure in figures if figure.spread > _DISTURBED]
+    if unsteady:
+        busy.append(f"repeats differ by more than {100 * _DISTURBED:.0f} %: {', '.join(unsteady)}")
+    device = _as_device(name, figures, skipped, gpu=gpu)
+    return Profile(
+        device=replace(device, notes=(*device.notes, *busy)),
+        figures=tuple(figures),
+        skipped=MappingProxyType(skipped),
+        disturbances=tuple(busy),
+    )
+
+
+def _busy() -> list[str]:
+    """Whether other programs were running at the start, as the system counts them."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    cores = os.cpu_count() or 1
+    return [f"the load was {load:.1f} on {cores} cores at the start"] if load > cores / 2 else []
+
+
+def _effort(*, gpu: bool, quick: bool) -> Effort:
+    """The last shape is the product of a small batch; quick leaves out the middle ones."""
+    if gpu:
+        squares = [(size, size, size) for size in (4096, 8192)]
+        shapes = (*squares[: 1 if quick else 2], (2048, 11008, 4096))
+        return Effort(shapes=shapes, streamed_bytes=2**30, slice_s=0.1 if quick else 0.5)
+    squares = [(size, size, size) for size in (512, 1024, 2048)]
+    shapes = (*squares[: 1 if quick else 3], (256, 4096, 1024))
+    return Effort(shapes=shapes, streamed_bytes=2**27 if quick else 2**28, slice_s=0.15 if quick else 1.0)
+
+
+def _try(bench: _Bench, name: str, trials: dict[str, float]) -> str | None:
+    """Return why a format is not worth measuring, or None and keep its rate."""
+    try:
+        multiply = bench.product(name, *_TRIAL)
+        multiply()
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        # what torch raises where it has no kernel; its first sentence says which
+        return f"torch has no product for it here ({str(error).splitlines()[0][:120]})"
+    best_s, _, _ = bench.time(multiply, slice_s=0.1)
+    rate = 2e-12 * _TRIAL[0] * _TRIAL[1] * _TRIAL[2] / best_s
+    fastest = max((trials[known] for known in _FORMATS[:2] if known in trials), default=0.0)
+    if rate < _LEAST_SHARE * fastest:
+        return _too_slow(rate, fastest)
+    trials[name] = rate
+    return None
+
+
+def _without_reference_loops(figures: Sequence[Figure], skipped: dict[str, str]) -> list[Figure]:
+    """The trial again, with what was measured: a short one errs where the machine is busy."""
+    best: dict[str, float] = {}
+    for figure in figures:
+        if figure.job.what == "matmul":
+            best[figure.job.format] = max(figure.value, best.get(figure.job.format, 0.0))
+    fastest = max((best[name] for name in _FORMATS[:2] if name in best), default=0.0)
+    for name, rate in best.items():
+        if name not in _FORMATS[:2] and rate < _LEAST_SHARE * fastest:
+            skipped[name] = _too_slow(rate, fastest)
+    return [figure for figure in figures if figure.job.format not in skipped]
+
+
+def _too_slow(rate: float, fastest: float) -> str:
+    return f"{rate:.2g} TFLOP/s, less than a tenth of {fastest:.2g}: a loop for reference, no matrix unit"
+
+
+class _Bench:
+    """Runs one job on one device of torch."""
+
+    def __init__(self, *, gpu: bool, effort: Effort) -> None:
+        import torch
+
+        self._torch = torch
+        self._gpu = gpu
+        self._device = torch.device("cuda" if gpu else "cpu")
+        self._effort = effort
+
+    def figure(self, job: Job) -> Figure:
+        run, amount = self._prepare(job)
+        best_s, spread, repeats = self.time(run, slice_s=self._effort.slice_s)
+        return Figure(
+            job=job, value=best_s if job.what == "launch" else amount / best_s, spread=spread, repeats=repeats
+        )
+
+    def time(self, run: Callable[[], object], *, slice_s: float) -> tuple[float, float, int]:
+        """Return the best seconds of one run, how far the median lies above, and how many samples there were."""
+        run()
+        self._synchronize()
+        first_s = self._sample(run, 1)
+        # one sample is long beside the clock, and on a GPU beside its launches
+        inner = max(1, min(1000, round((0.01 if self._gpu else 0.001) / max(first_s, 1e-9))))
+        samples: list[float] = []
+        end_s = time.perf_counter() + slice_s
+        while len(samples) < 3 or (time.perf_counter() < end_s and len(samples) < 500):
+            samples.append(self._sample(run, inner) / inner)
+        best_s = min(samples)
+        return best_s, statistics.median(samples) / best_s - 1, len(samples)
+
+    def product(self, name: str, m: int, n: int, k: int) -> Callable[[], object]:
+        """Return x[m, k] @ W[n, k]ᵀ in a format, with its operands made."""
+        torch = self._torch
+        x_MK, w_NK = torch.randn(m, k, device=self._device), torch.randn(n, k, device=self._device)
+        if name == "int8":
+            codes_MK, codes_KN = (32 * x_MK).to(torch.int8), (32 * w_NK).to(torch.int8).T
+            return lambda: torch._int_mm(codes_MK, codes_KN)
+        if name == "fp8_e4m3":
+            one = torch.ones((), device=self._device)
+            fp8_MK, fp8_KN = x_MK.to(torch.float8_e4m3fn), w_NK.to(torch.float8_e4m3fn).T
+            return lambda: torch._scaled_mm(fp8_MK, fp8_KN, one, one, out_dtype=torch.bfloat16)
+        if name == "tf32":
+            return self._in_tf32(x_MK, w_NK.T)
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+        left_MK, right_KN = x_MK.to(dtype), w_NK.to(dtype).T
+        return lambda: left_MK @ right_KN
+
+    def _in_tf32(self, x_MK: torch.Tensor, w_KN: torch.Tensor) -> Callable[[], object]:
+        torch = self._torch
+
+        def multiply() -> object:
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("high")
+            try:
+                return x_MK @ w_KN
+            finally:
+                torch.set_float32_matmul_precision(before)
+
+        return multiply
+
+    def _prepare(self, job: Job) -> tuple[Callable[[], object], float]:
+        """What to run, and the 10¹² operations or 10⁹ bytes of one run."""
+        torch = self._torch
+        if job.what == "matmul":
+            m, n, k = job.shape
+            return self.product(job.format, m, n, k), 2e-12 * m * n * k
+        if job.what == "matvec":
+            out_features, in_features = _MATVEC
+            bits = {"fp32": 32, "bf16": 16}[job.format]
+            return self.product(job.format, 1, out_features, in_features), 1e-9 * out_features * in_features * bits / 8
+        if job.what == "launch":
+            number = torch.zeros(1, device=self._device)
+            return lambda: number.add_(1), 0.0
+        source = torch.ones(self._effort.streamed_bytes // 4, device=self._device)
+        if job.what == "read":
+            return source.sum, 4e-9 * source.numel()
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source), 8e-9 * source.numel()
+
+    def _sample(self, run: Callable[[], object], inner: int) -> float:
+        started_s = time.perf_counter()
+        for _ in range(inner):
+            run()
+        self._synchronize()
+        return time.perf_counter() - started_s
+
+    def _synchronize(self) -> None:
+        if self._gpu:
+            self._torch.cuda.synchronize()
+
+
+def _as_device(name: str, figures: Sequence[Figure], skipped: Mapping[str, str], *, gpu: bool) -> Device:
+    by_format: dict[str, list[float]] = {}
+    for figure in figures:
+        if figure.job.what == "matmul":
+            by_format.setdefault(figure.job.format, []).append(figure.value)
+    if not by_format:
+        raise HardwareError(f"torch multiplies in none of {', '.join(_FORMATS)} here; measure where it does")
+    moving = {figure.job.what: figure.value for figure in figures if figure.job.what in ("read", "copy")}
+    vectors = [figure.value for figure in figures if figure.job.what == "matvec"]
+    (launch,) = [figure for figure in figures if figure.job.what == "launch"]
+    machine, memory_bytes, kind, runtime_names = _machine(gpu=gpu)
+    source = f"measured by `bitwright hardware profile` on {machine}, {datetime.now(UTC):%Y-%m-%d}"
+    blank = Device(
+        name=name,
+        aliases=(),
+        vendor=machine,
+        kind=kind,
+        year=datetime.now(UTC).year,
+        runtime_names=runtime_names,
+        cpu_flags=(),
+        memory_bytes=memory_bytes,
+        memory_gb_per_s=_round(max([*moving.values(), *vectors])),
+        last_level_cache_bytes=None,
+        matmul_tflops=MappingProxyType({key: _round(max(rates)) for key, rates in by_format.items()}),
+        achieved_matmul_tflops=MappingProxyType(
+            {key: _round(statistics.median(rates)) for key, rates in by_format.items()}
+        ),
+        achieved_memory_gb_per_s=_round(max(vectors)) if vectors else None,
+        launch_s=_round(launch.value),
+        matmul_rules=(),
+        links=(),
+        notes=(
+            "Peaks are the best shape's, achieved rates the median shape's; the year is that of the measurement.",
+            *map(str, figures),
+            *(f"{key} skipped: {reason}" for key, reason in skipped.items()),
+        ),
+        sources=MappingProxyType({"memory": source, "matmul_tflops": source, "achieved.matmul_tflops": source}),
+        certainties=MappingProxyType(dict.fromkeys(("memory", "matmul_tflops", "achieved.matmul_tflops"), "measured")),
+    )
+    return replace(blank, matmul_rules=_known_rules(runtime_names, blank.matmul_tflops))
+
+
+def _known_rules(runtime_names: tuple[str, ...], rates: Mapping[str, float]) -> tuple[MatmulRule, ...]:
+    """What the catalog says of the same chip's products, of the formats that were measured."""
+    known = [device for device in devices() if set(device.runtime_names) & set(runtime_names)]
+    return tuple(rule for device in known for rule in device.matmul_rules if set(rule.formats) <= set(rates))
+
+
+def _machine(*, gpu: bool) -> tuple[str, int, Literal["gpu", "cpu"], tuple[str, ...]]:
+    """What it is, its memory in bytes, its kind, and the name that a runtime reports for it."""
+    import torch
+
+    if gpu:
+        properties = torch.cuda.get_device_properties(0)
+        chip = str(properties.name)
+        return f"{chip}, torch {torch.__version__}", int(properties.total_memory), "gpu", (chip,)
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    chip = cpu_model() or platform.machine()
+    return f"{chip}, {torch.get_num_threads()} threads, torch {torch.__version__}", memory_bytes, "cpu", ()
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.4g}")
