@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from bitwright.errors import ModelError
 from bitwright.inference import SiteRule, emulate
 from bitwright.models import find_sites
-from bitwright.search.compare import Reference, bf16_floor, compare, run_logits, run_reference
+from bitwright.search.compare import Reference, compare, run_logits, run_reference
 
 VOCABULARY = 50
 
@@ -148,14 +148,6 @@ def test_the_reference_outlives_what_a_plan_does_to_a_tied_head(make_tiny_model:
     before = reference.logits(slice(0, 4))
     with emulate(model, sites, {"lm_head": SiteRule(quantize_weight=torch.zeros_like)}):
         assert torch.equal(reference.logits(slice(0, 4)), before)
-
-
-def test_the_bf16_floor_is_the_kl_of_the_model_in_bf16(make_tiny_model: Callable[..., Any]) -> None:
-    model = make_tiny_model("llama")
-    reference = run_reference(model, random_text(8, 16), NoStage())
-    floor = bf16_floor(model, reference, NoStage())
-    assert 1e-7 < floor < 1e-2
-    assert next(model.parameters()).dtype == torch.float32
 
 
 def test_logits_that_are_not_finite_are_errors(make_tiny_model: Callable[..., Any]) -> None:

@@ -188,7 +188,7 @@ class TestRefusals:
             split(byte_tokenizer(), write_documents(tmp_path / "a.jsonl"), **{option: value})
 
     def test_unknown_task_and_set_name_those_that_exist(self) -> None:
-        with pytest.raises(UnknownName, match=r"unknown task 'chatt'; did you mean 'chat'\? Known tasks: chat, text"):
+        with pytest.raises(UnknownName, match=r"'chatt'; did you mean 'chat'\? Known tasks: chat, embedding, text"):
             split(byte_tokenizer(), "docs", task="chatt")
         with pytest.raises(UnknownName, match=r"unknown calibration set 'doc'; did you mean 'docs'\?.*code, docs; or"):
             split(byte_tokenizer(), "docs", evaluation="doc")

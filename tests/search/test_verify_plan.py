@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_search import text_set
+from tiny_search import NoStage, random_text, text_set
 
 from bitwright.errors import PlanError
 from bitwright.models.loaded import LoadedModel
 from bitwright.plan import Plan, load_plan, write_plan
 from bitwright.search.compare import TokenEffects
-from bitwright.search.verify import ReferenceFacts, judge, lasting_path, measured_record, verify
+from bitwright.search.outputs.tokens import Tokens
+from bitwright.search.verify import ReferenceFacts, bf16_floor, judge, lasting_path, measured_record, verify
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
@@ -82,8 +83,15 @@ def test_the_tail_is_told_from_a_hundred_thousand_tokens_on() -> None:
             num_agreeing=per_sequence,
             token_kl=token_kl,
         )
-        found = measured_record(effects, facts, text, 0, 0.0).kl_p999
+        found = measured_record(effects, Tokens(), facts, text, 0, 0.0).kl_p999
         assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_the_bf16_floor_is_the_kl_of_the_model_in_bf16(load_tiny: Callable[..., LoadedModel]) -> None:
+    model = load_tiny("llama").model
+    reference = Tokens().run_reference(model, random_text(8, 16), NoStage())
+    assert 1e-7 < bf16_floor(model, Tokens(), reference, NoStage()) < 1e-2
+    assert next(model.parameters()).dtype == torch.float32
 
 
 def test_a_text_or_model_that_is_gone_is_named_with_what_to_do(plan_of: Callable[[str], Plan], tmp_path: Path) -> None:

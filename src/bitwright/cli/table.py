@@ -12,7 +12,7 @@ from rich.measure import Measurement, measure_renderables
 from rich.table import Table
 from rich.text import Text
 
-from bitwright.plan import Measured, Plan
+from bitwright.plan import EmbeddingFigures, Interval, Measured, Plan
 from bitwright.report.groups import spell_choice, total_roles
 from bitwright.report.units import (
     LIMIT_TITLES,
@@ -174,15 +174,16 @@ def print_summary(console: Console, plan: Plan) -> None:
 
 def measured_rows(measured: Measured) -> list[tuple[str, str]]:
     """Return (what, figure) for each measurement."""
-    kl, ppl, top1 = measured.kl, measured.ppl, measured.top1_agreement
-    rows = [
-        ("KL", f"{spell_interval(kl)} nats per token; bf16 itself {spell_number(measured.bf16_floor_kl)}"),
-        (
-            "perplexity",
-            f"{ppl.base:.2f} → {ppl.plan:.2f}, ratio {ppl.ratio:.4f} [{ppl.low:.4f}, {ppl.high:.4f}]",
-        ),
-        ("same top token", f"{spell_percent(top1.mean)} [{spell_percent(top1.low)}, {spell_percent(top1.high)}]"),
-    ]
+    floor = spell_number(measured.bf16_floor_kl)
+    rows = [("KL", f"{spell_interval(measured.kl)} nats per {measured.unit}; bf16 itself {floor}")]
+    if measured.ppl is not None:
+        ppl = measured.ppl
+        ratio = f"ratio {ppl.ratio:.4f} [{ppl.low:.4f}, {ppl.high:.4f}]"
+        rows.append(("perplexity", f"{ppl.base:.2f} → {ppl.plan:.2f}, {ratio}"))
+    if measured.top1_agreement is not None:
+        rows.append(("same top token", _spell_share(measured.top1_agreement)))
+    if measured.embedding is not None:
+        rows += _embedding_rows(measured.embedding)
     if measured.kl_p999 is not None:
         rows.append(("KL, 99.9 %", f"one token in a thousand exceeds {spell_number(measured.kl_p999)} nats"))
     if measured.repetition is not None:
@@ -197,6 +198,23 @@ def measured_rows(measured: Measured) -> list[tuple[str, str]]:
         )
     )
     return rows
+
+
+def _embedding_rows(found: EmbeddingFigures) -> list[tuple[str, str]]:
+    mean, low = (f"{x.mean:.5f} [{x.low:.5f}, {x.high:.5f}]" for x in (found.cosine, found.cosine_low))
+    rows = [("cosine", f"{mean}; one text in twenty falls below {low}")]
+    rows += [
+        (f"nearest {n.k}" if n.k > 1 else "nearest", f"{_spell_share(n.overlap)} stay, among {found.corpus:,} texts")
+        for n in found.neighbours
+    ]
+    if found.rank_correlation is not None:
+        tau = found.rank_correlation
+        rows.append(("their order", f"Kendall's τ {tau.mean:.3f} [{tau.low:.3f}, {tau.high:.3f}] of the ten nearest"))
+    return rows
+
+
+def _spell_share(share: Interval) -> str:
+    return f"{spell_percent(share.mean)} [{spell_percent(share.low)}, {spell_percent(share.high)}]"
 
 
 def print_rows(console: Console, rows: list[tuple[str, str]]) -> None:

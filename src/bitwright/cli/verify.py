@@ -45,9 +45,8 @@ def verify_command(
         print_rows(console, [("plan", str(plan)), ("model", loaded.model.name), *measured_rows(measured)])
         if loaded.measured is not None:
             before = loaded.measured.kl
-            print_rows(
-                console, [("in the plan", f"KL {before.mean:.3g} [{before.low:.3g}, {before.high:.3g}] nats per token")]
-            )
+            interval = f"KL {before.mean:.3g} [{before.low:.3g}, {before.high:.3g}] nats per {measured.unit}"
+            print_rows(console, [("in the plan", interval)])
         for sentence in missed:
             console.print(Text(sentence, style="red"))
         if not missed:
@@ -58,7 +57,7 @@ def verify_command(
 
 def missed_limits(plan: Plan, measured: Measured) -> list[str]:
     """Return one sentence per quality limit of the plan that ``measured`` breaks."""
-    values = {"max_kl": measured.kl.mean, "max_ppl_increase": measured.ppl.ratio - 1}
+    values = measured.quality
     return [
         f"missed: {LIMIT_TITLES[name]} {spell_limit_value(name, values[name])}, limit {spell_limit_value(name, limit)}"
         for name, limit in plan.budget.limits.items()

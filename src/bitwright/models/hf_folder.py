@@ -4,6 +4,9 @@ Everything that can be wrong with the files is looked at before transformers bui
 is opened (it knows its own length, so a truncated file shows), every shard of the index must exist, pickled weights
 are refused unless allowed, and a checkpoint that is stored in codes of a quantizer is refused by name. The headers
 also tell in which format each tensor is stored.
+
+A folder holds a causal language model or an encoder. It is an encoder if sentence-transformers' `modules.json` lies
+in it, or if its config names an architecture that transformers knows, but not as a causal language model.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import json
 import pickle
 import struct
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from bitwright.errors import MissingExtra, ModelError
 from bitwright.models.gguf_file import one_line, raise_if_incomplete
 from bitwright.models.loaded import DTYPE_FORMATS
+from bitwright.models.pooling import Pooling, read_pooling
 from bitwright.models.quiet import quiet_transformers
 
 #: safetensors dtype → (canonical format, bits).
@@ -38,15 +43,29 @@ _SAFETENSORS_FORMATS: dict[str, tuple[str, float]] = {
 _Stored = dict[str, tuple[tuple[str, float], int]]
 
 
-def load_folder(
-    folder: Path, *, allow_pickle: bool
-) -> tuple[torch.nn.Module, Any, dict[str, str], dict[str, float], tuple[str, ...]]:
-    """Return (model with fp32 weights, tokenizer, parameter → format, parameter → bits per weight, notes).
+@dataclass(frozen=True, kw_only=True)
+class FolderContent:
+    """What a model folder held."""
+
+    #: With fp32 weights.
+    model: torch.nn.Module
+    tokenizer: Any
+    #: Parameter → format, and → stored bits per weight.
+    formats: dict[str, str]
+    bits: dict[str, float]
+    notes: tuple[str, ...]
+    #: What the folder says of an encoder's pooling, if anything.
+    pooling: Pooling | None
+
+
+def load_folder(folder: Path, *, allow_pickle: bool) -> FolderContent:
+    """Read a model, its tokenizer and what its files say.
 
     Raises ModelError naming the file at fault: config missing or damaged, weights missing, truncated, pickled, or
-    stored as a quantizer's codes; tensors missing; no tokenizer; an architecture that is no causal language model.
+    stored as a quantizer's codes; tensors missing; no tokenizer; an architecture that is neither a causal language
+    model nor an encoder.
     """
-    _read_config(folder)
+    config = _read_config(folder)
     files, pickled = _weight_files(folder, allow_pickle=allow_pickle)
     stored: _Stored = {}
     for file in files:
@@ -56,10 +75,12 @@ def load_folder(
     except ImportError as error:
         raise MissingExtra("transformers", "hf", f"loading {folder.name}") from error
     with quiet_transformers():
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+        is_encoder = _is_encoder(folder, config)
+        pooling = read_pooling(folder) if is_encoder else None
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = (AutoModel if is_encoder else AutoModelForCausalLM).from_pretrained(
                 folder,
                 dtype=torch.float32,
                 local_files_only=True,
@@ -69,8 +90,8 @@ def load_folder(
             )
         except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise ModelError(
-                f"{folder} cannot be loaded as a causal language model ({one_line(error)}); check model_type in its "
-                "config.json against the installed transformers"
+                f"{folder} cannot be loaded as {'an encoder' if is_encoder else 'a causal language model'} "
+                f"({one_line(error)}); check model_type in its config.json against the installed transformers"
             ) from error
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -78,19 +99,42 @@ def load_folder(
             raise ModelError(
                 f"{folder} has no usable tokenizer ({one_line(error)}); save the model's tokenizer into the folder"
             ) from error
+    notes = _leave_pooler_out(model) if is_encoder else ()
     raise_if_incomplete(str(folder), model, report["missing_keys"])
     formats, bits = _by_parameter(model, stored)
     unexpected = sorted(report["unexpected_keys"])
-    notes: tuple[str, ...] = ()
     if unexpected:
-        notes = (
+        notes += (
             f"{len(unexpected)} tensors of the checkpoint are not used by {type(model).__name__}: "
             f"{', '.join(unexpected[:3])}{', …' if len(unexpected) > 3 else ''}",
         )
-    return model, tokenizer, formats, bits, notes
+    return FolderContent(model=model, tokenizer=tokenizer, formats=formats, bits=bits, notes=notes, pooling=pooling)
 
 
-def _read_config(folder: Path) -> None:
+def _is_encoder(folder: Path, config: dict[str, Any]) -> bool:
+    """See the opening of this file."""
+    if (folder / "modules.json").is_file():
+        return True
+    from transformers.models.auto import modeling_auto
+
+    causal = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    masked = set(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
+    plain = set(modeling_auto.MODEL_MAPPING_NAMES.values())
+    architectures = {str(name) for name in config.get("architectures") or ()}
+    return bool(architectures & (masked | plain)) and not architectures & causal
+
+
+def _leave_pooler_out(model: torch.nn.Module) -> tuple[str, ...]:
+    """Take away the layer that BERT's relatives put behind their first token, for another task than this."""
+    pooler: Any = getattr(model, "pooler", None)
+    if not isinstance(pooler, torch.nn.Module):
+        return ()
+    model.pooler = None  # type: ignore[assignment]
+    num_weights = sum(parameter.numel() for parameter in pooler.parameters())
+    return (f"the pooler ({num_weights:,} weights) is left out: no vector of a text passes through it",)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(
@@ -105,6 +149,7 @@ def _read_config(folder: Path) -> None:
             f"{path}: the checkpoint is stored as codes of the quantizer {method!r}; "
             "precision is chosen from unquantised weights, so pass the original model"
         )
+    return config
 
 
 def _read_json(path: Path) -> dict[str, Any]:

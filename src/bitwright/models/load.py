@@ -4,6 +4,7 @@
     load("model.gguf")          a GGUF file, dequantised to fp32
     load("owner/name")          a hub id; the files are fetched once, then it is a folder
     load("demo")                the built-in real model; "demo-dithered" is the same without its 4-bit grid
+    load("demo-encoder")        the built-in sentence encoder
 
 What exists on disk is a file or folder; what does not and looks like ``owner/name`` is a hub id; everything else is
 a missing path.
@@ -12,29 +13,22 @@ a missing path.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bitwright.catalog import nearest_name_hint
 from bitwright.errors import MissingExtra, ModelError
-from bitwright.models.demo import demo_file, dither
+from bitwright.models.demo import demo_file, dither, encoder_folder
 from bitwright.models.gguf_file import load_gguf
 from bitwright.models.hf_folder import load_folder
 from bitwright.models.loaded import LoadedModel, from_memory
 from bitwright.models.sites import find_sites
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-#: What is fetched from the hub; weights in folders below the top are other formats of the same model.
+#: What is fetched from the hub, and what is not: weights in folders below the top are other formats of the same model
+#: (small .json files there may say how an encoder pools).
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _BuiltIn:
-    dithered: bool
-
-
-#: Names that are sources of their own.
-BUILT_IN: dict[str, _BuiltIn] = {"demo": _BuiltIn(dithered=False), "demo-dithered": _BuiltIn(dithered=True)}
+_NOT_BELOW = ("*/*.safetensors", "*/*.bin", "*/*.model", "*/*.txt", "*/*.jinja")
 
 
 def load(source: str | Path, *, allow_pickle: bool = False, seed: int = 0) -> LoadedModel:
@@ -44,7 +38,7 @@ def load(source: str | Path, *, allow_pickle: bool = False, seed: int = 0) -> Lo
     the file, parameter or architecture at fault, and MissingExtra for an absent package.
     """
     if str(source) in BUILT_IN:
-        return _load_built_in(str(source), seed)
+        return BUILT_IN[str(source)](str(source), seed)
     path = Path(source).expanduser()
     if path.is_dir():
         return _load_folder(path, path.resolve().name, allow_pickle)
@@ -60,16 +54,23 @@ def load(source: str | Path, *, allow_pickle: bool = False, seed: int = 0) -> Lo
     return _load_folder(_fetch(text, allow_pickle), text, allow_pickle)
 
 
-def _load_built_in(name: str, seed: int) -> LoadedModel:
+def _load_demo(name: str, seed: int) -> LoadedModel:
     model, tokenizer, formats, bits = load_gguf(demo_file())
-    notes: tuple[str, ...] = ()
-    if BUILT_IN[name].dithered:
-        decoder = [site for site in find_sites(model) if site.role not in ("embedding", "lm_head")]
-        dither(model, decoder, seed=seed)
-        formats |= {site.parameter: "fp32" for site in decoder}
-        bits |= {site.parameter: 32.0 for site in decoder}
-        notes = (f"each decoder weight was moved uniformly within the 4-bit bin it was stored in (seed {seed})",)
+    return from_memory(model, tokenizer, name=name, loaded_format=formats, loaded_bits=bits)
+
+
+def _load_dithered(name: str, seed: int) -> LoadedModel:
+    model, tokenizer, formats, bits = load_gguf(demo_file())
+    decoder = [site for site in find_sites(model) if site.role not in ("embedding", "lm_head")]
+    dither(model, decoder, seed=seed)
+    formats |= {site.parameter: "fp32" for site in decoder}
+    bits |= {site.parameter: 32.0 for site in decoder}
+    notes = (f"each decoder weight was moved uniformly within the 4-bit bin it was stored in (seed {seed})",)
     return from_memory(model, tokenizer, name=name, loaded_format=formats, loaded_bits=bits, notes=notes)
+
+
+def _load_encoder(name: str, seed: int) -> LoadedModel:
+    return _load_folder(encoder_folder(), name, allow_pickle=False)
 
 
 def _load_file(path: Path) -> LoadedModel:
@@ -84,8 +85,16 @@ def _load_file(path: Path) -> LoadedModel:
 
 
 def _load_folder(folder: Path, name: str, allow_pickle: bool) -> LoadedModel:
-    model, tokenizer, formats, bits, notes = load_folder(folder, allow_pickle=allow_pickle)
-    return from_memory(model, tokenizer, name=name, loaded_format=formats, loaded_bits=bits, notes=notes)
+    found = load_folder(folder, allow_pickle=allow_pickle)
+    return from_memory(
+        found.model,
+        found.tokenizer,
+        name=name,
+        loaded_format=found.formats,
+        loaded_bits=found.bits,
+        notes=found.notes,
+        pooling=found.pooling,
+    )
 
 
 def _fetch(hub_id: str, allow_pickle: bool) -> Path:
@@ -99,7 +108,7 @@ def _fetch(hub_id: str, allow_pickle: bool) -> Path:
     patterns = [*_HUB_FILES, "*.bin"] if allow_pickle else list(_HUB_FILES)
     with quiet_transformers():
         try:
-            return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=["*/*"]))
+            return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=list(_NOT_BELOW)))
         except (OSError, ValueError) as error:
             hint = nearest_name_hint(hub_id, list(BUILT_IN))
             advice = "; check its spelling, or the network, or pass a downloaded folder" if hint == "." else hint
@@ -107,3 +116,11 @@ def _fetch(hub_id: str, allow_pickle: bool) -> Path:
             raise ModelError(
                 f"{hub_id!r} is neither an existing file or folder nor a reachable hub id ({reason}){advice}"
             ) from error
+
+
+#: Names that are sources of their own: (name, seed) → model.
+BUILT_IN: Mapping[str, Callable[[str, int], LoadedModel]] = {
+    "demo": _load_demo,
+    "demo-dithered": _load_dithered,
+    "demo-encoder": _load_encoder,
+}

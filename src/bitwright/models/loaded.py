@@ -17,6 +17,7 @@ from torch import nn
 
 from bitwright.errors import ModelError
 from bitwright.models.grid import detect_grid
+from bitwright.models.pooling import MEAN_NOTE, Pooling
 from bitwright.models.sites import find_sites
 
 
@@ -40,6 +41,19 @@ class LoadedModel:
     loaded_bits: Mapping[str, float]
     #: What a user should know about the weights.
     notes: tuple[str, ...]
+    #: How an encoder's vectors of its tokens become one; None for a model with an output head.
+    pooling: Pooling | None = None
+
+    @property
+    def num_positions(self) -> int | None:
+        """The most tokens that the model takes at once; None where its config does not say.
+
+        Some encoders count positions from behind those that they keep for padding: their tokenizer then knows.
+        """
+        found: int | None = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+        if found is None or self.pooling is None:
+            return found
+        return min(found, getattr(self.tokenizer, "model_max_length", found))
 
 
 def from_memory(
@@ -50,17 +64,21 @@ def from_memory(
     loaded_format: Mapping[str, str] | None = None,
     loaded_bits: Mapping[str, float] | None = None,
     notes: tuple[str, ...] = (),
+    pooling: Pooling | None = None,
 ) -> LoadedModel:
     """Wrap a model that is in memory already; its weights are checked, hashed, and searched for an existing grid.
 
     The model becomes fp32, eval, without gradients, in place. Without ``loaded_format`` the present dtypes count as
-    the loaded ones. Raises ModelError for NaN or Inf weights (named) and for a model without linear layers.
+    the loaded ones. A model without an output head is an encoder; without ``pooling`` it takes the mean of its tokens.
+    Raises ModelError for NaN or Inf weights (named) and for a model without linear layers.
     """
     present = {parameter: DTYPE_FORMATS.get(p.dtype, str(p.dtype)) for parameter, p in model.named_parameters()}
     present_bits = {parameter: 8.0 * p.dtype.itemsize for parameter, p in model.named_parameters()}
     model.float().eval().requires_grad_(False)
     raise_if_not_finite(model, name)
     grid = detect_grid(model, find_sites(model))
+    if pooling is None and not has_head(model):
+        pooling, notes = Pooling(mode="mean"), (*notes, MEAN_NOTE)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -70,7 +88,14 @@ def from_memory(
         loaded_format=present if loaded_format is None else loaded_format,
         loaded_bits=present_bits if loaded_bits is None else loaded_bits,
         notes=notes if grid is None else (*notes, grid.describe()),
+        pooling=pooling,
     )
+
+
+def has_head(model: nn.Module) -> bool:
+    """Does the model declare a linear output head, so that it predicts tokens?"""
+    declared = getattr(model, "get_output_embeddings", None)
+    return declared is not None and isinstance(declared(), nn.Linear)
 
 
 #: torch dtype → canonical format name.

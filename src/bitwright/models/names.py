@@ -1,11 +1,12 @@
 """What the modules of published models are called: the table from a module's name to its role.
 
 Facts only, no code paths per architecture. A pattern is an anchored glob over the last dotted components of a module
-name, ``parent.leaf`` (a pattern without a dot looks at the leaf alone); the first row that matches decides. A new
-naming habit is one more row here. What no row matches keeps its name and gets the role ``other``.
+name, as many as it has itself: ``parent.leaf``, or the leaf alone; the first row that matches decides. A new naming
+habit is one more row here. What no row matches keeps its name and gets the role ``other``.
 
 Sources: the modelling files of transformers 5.24 (llama, qwen2/3, gemma, mistral, phi/phi3, gpt2, gpt_neo, gpt_neox,
-gptj, opt, bloom, falcon, mpt, dbrx, mixtral, qwen3_moe, gpt_oss, granitemoe).
+gptj, opt, bloom, falcon, mpt, dbrx, mixtral, qwen3_moe, gpt_oss, granitemoe; encoders: bert, roberta, electra, mpnet,
+distilbert, modernbert).
 """
 
 from __future__ import annotations
@@ -21,6 +22,20 @@ LINEAR_ROLES: tuple[tuple[str, str], ...] = (
     ("*attn*.query", "attn.q"),
     ("*attn*.key", "attn.k"),
     ("*attn*.value", "attn.v"),
+    # attention of encoders
+    ("attention.self.query", "attn.q"),
+    ("attention.self.key", "attn.k"),
+    ("attention.self.value", "attn.v"),
+    ("attention.output.dense", "attn.out"),
+    ("attention.attn.q", "attn.q"),
+    ("attention.attn.k", "attn.k"),
+    ("attention.attn.v", "attn.v"),
+    ("attention.attn.o", "attn.out"),
+    ("attention.q_lin", "attn.q"),
+    ("attention.k_lin", "attn.k"),
+    ("attention.v_lin", "attn.v"),
+    ("attention.out_lin", "attn.out"),
+    ("attn.Wo", "attn.out"),
     # attention, fused (whole matrix, unless FUSED_ROWS can say which rows are which)
     ("qkv_proj", "attn.qkv"),
     ("c_attn", "attn.qkv"),
@@ -54,6 +69,13 @@ LINEAR_ROLES: tuple[tuple[str, str], ...] = (
     ("fc2", "mlp.down"),
     ("dense_h_to_4h", "mlp.up"),
     ("dense_4h_to_h", "mlp.down"),
+    # feed-forward of encoders
+    ("intermediate.dense", "mlp.up"),
+    ("output.dense", "mlp.down"),
+    ("ffn.lin1", "mlp.up"),
+    ("ffn.lin2", "mlp.down"),
+    ("mlp.Wi", "mlp.gate_up"),
+    ("mlp.Wo", "mlp.down"),
 )
 
 #: (name of a 3-D parameter [experts, ., .], short name in a site, role): one site per expert.

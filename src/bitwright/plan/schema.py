@@ -120,15 +120,43 @@ class Repetition(Record):
     plan: Number
 
 
+class Neighbours(Record):
+    """How the nearest neighbours of the evaluation texts among each other change."""
+
+    #: How many nearest neighbours.
+    k: int = Field(gt=0)
+    #: Share of the reference's k nearest that are among the plan's k nearest, 0 … 1.
+    overlap: Interval
+
+
+class EmbeddingFigures(Record):
+    """What a plan does to the vectors of a sentence encoder."""
+
+    #: Cosine between the vectors of a text under reference and plan.
+    cosine: Interval
+    #: The cosine that one text in twenty falls below.
+    cosine_low: Interval
+    neighbours: tuple[Neighbours, ...]
+    #: Kendall's τ between both orders of the reference's ten nearest, −1 … 1; None with fewer texts.
+    rank_correlation: Interval | None = None
+    #: Texts that are ranked: all of the evaluation text.
+    corpus: int = Field(gt=0)
+
+
 class Measured(Record):
     """What the plan does on held-out text."""
 
     kl: Interval
+    #: What a KL is per, here and in the plan's predictions.
+    unit: Literal["token", "text"] = "token"
     #: KL of the same weights run in bf16: no plan can be told from noise below it.
     bf16_floor_kl: Number
-    ppl: Perplexity
-    #: Share of tokens whose most likely prediction is the reference's, 0 … 1.
-    top1_agreement: Interval
+    #: None where no tokens are predicted.
+    ppl: Perplexity | None = None
+    #: Share of tokens whose most likely prediction is the reference's, 0 … 1; None where none are predicted.
+    top1_agreement: Interval | None = None
+    #: None where tokens are predicted.
+    embedding: EmbeddingFigures | None = None
     tokens: int = Field(ge=0)
     sequences: int = Field(ge=0)
     #: KL that one token in a thousand exceeds; None below 100,000 tokens, where it would be noise.
@@ -139,6 +167,12 @@ class Measured(Record):
     hash: str | None = None
     #: Level of the intervals.
     confidence: Number = 0.95
+
+    @property
+    def quality(self) -> dict[str, float]:
+        """The figures that a budget's quality limits are held against, by the limit's name."""
+        found = {"max_kl": self.kl.mean}
+        return found if self.ppl is None else {**found, "max_ppl_increase": self.ppl.ratio - 1}
 
 
 class Limit(Record):

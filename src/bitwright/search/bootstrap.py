@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from bitwright.plan import Interval
 from bitwright.search.compare import TokenEffects
+from bitwright.search.output import Effects
 
 #: Resamples: enough that the ends of a 95 % interval move by about 2 % of its width.
 NUM_RESAMPLES = 2000
@@ -26,6 +28,11 @@ class Estimate:
     mean: float
     low: float
     high: float
+
+    @property
+    def interval(self) -> Interval:
+        """The same as a plan's record."""
+        return Interval(mean=self.mean, low=self.low, high=self.high)
 
 
 def bootstrap(
@@ -47,13 +54,14 @@ def bootstrap(
     return Estimate(mean=statistic(np.arange(num_sequences)), low=float(low), high=float(high))
 
 
-def kl_estimate(effects: TokenEffects, seed: int) -> Estimate:
-    """Mean KL per token with its interval."""
+def kl_estimate(effects: Effects, seed: int) -> Estimate:
+    """Mean KL per scored prediction with its interval."""
     return bootstrap(lambda i: float(effects.kl[i].sum() / effects.num_scored[i].sum()), len(effects.kl), seed)
 
 
-def ppl_ratio_estimate(effects: TokenEffects, seed: int) -> Estimate:
-    """Perplexity of the plan over the reference's, paired."""
+def ppl_ratio_estimate(effects: Effects, seed: int) -> Estimate:
+    """Perplexity of the plan over the reference's, paired; only where tokens are predicted."""
+    assert isinstance(effects, TokenEffects), "a limit on perplexity is refused for other outputs"
     difference = effects.nll_plan - effects.nll_reference
     return bootstrap(lambda i: float(np.exp(difference[i].sum() / effects.num_scored[i].sum())), len(difference), seed)
 

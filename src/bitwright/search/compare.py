@@ -6,8 +6,6 @@ For every scored token, with p the reference (the loaded weights run in fp32) an
     nll      −log q(the token that is there)        perplexity = exp(mean nll)
     top-1    argmax p = argmax q
 
-The bf16 floor is the KL of the same weights with the whole model run in bf16: what the common default already costs.
-
 The reference is not run again for every plan. Where the model's logits are nothing but its head applied to the head's
 input (checked on the first batch), the head's inputs are kept (hidden · 4 bytes a token, not vocabulary · 4) and the
 logits are computed from them; otherwise an unchanged copy of the model runs beside the plan.
@@ -20,21 +18,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bitwright.errors import ModelError
+from bitwright.search.output import Array
 from bitwright.search.progress import Stage
 from bitwright.search.text import TextSet
 
 #: Tokens per forward pass.
 BATCH_TOKENS = 1024
-#: Sequences on which the bf16 floor is measured.
-FLOOR_SEQUENCES = 16
-
-Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -71,6 +65,11 @@ class Reference:
     head_bias: Tensor | None
     #: An unchanged copy of the model, which computes the logits where `head_inputs` is None.
     model: nn.Module | None = None
+
+    @property
+    def kept(self) -> Tensor | None:
+        """What a later run on the same text can start from."""
+        return self.head_inputs
 
     def logits(self, rows: slice) -> Tensor:
         """fp32 [sequences in rows, length, vocabulary]."""
@@ -214,13 +213,3 @@ def _sequence_effects(reference_LV: Tensor, plan_LV: Tensor, ids_L: Tensor, scor
     # rounding may leave a KL of zero a hair below it
     kl = (log_p.exp() * log_q.neg_().add_(log_p)).sum(-1).double().clamp(min=0.0)
     return torch.stack([predicts.double().sum(), kl.sum(), nll_reference, nll_plan, agreeing]), kl
-
-
-@torch.no_grad()
-def bf16_floor(model: nn.Module, reference: Reference, stage: Stage) -> float:
-    """Mean KL of the whole model run in bf16, nats per token: what today's default costs.
-
-    Measured on the first FLOOR_SEQUENCES sequences, which is enough for a figure that plans are only held against.
-    """
-    half = copy.deepcopy(model).to(torch.bfloat16)
-    return compare(reference, lambda ids: run_logits(half, ids), stage, FLOOR_SEQUENCES).mean_kl

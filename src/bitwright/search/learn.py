@@ -12,7 +12,7 @@ from torch import nn
 
 from bitwright.models import Site
 from bitwright.search.cache import Cache
-from bitwright.search.calibrate import calibrate
+from bitwright.search.calibrate import Output, calibrate
 from bitwright.search.candidate import Candidate
 from bitwright.search.progress import Progress
 from bitwright.search.quantizer import Quantizer
@@ -39,6 +39,7 @@ def learn(
     seed: int,
     cache: Cache,
     progress: Progress,
+    output: Output | None = None,
 ) -> Learned:
     """Scores of `candidates` at `sites`."""
     known, moments = cache.read_scores(), cache.read_moments()
@@ -46,7 +47,7 @@ def learn(
     quantizer = Quantizer(moments=moments)
     if missing:
         with progress.stage("calibrate", text.num_sequences) as stage:
-            statistics = calibrate(model, sites, text, seed=seed, stage=stage)
+            statistics = calibrate(model, sites, text, seed=seed, stage=stage, output=output)
         moments = site_moments(sites, statistics)
         quantizer = Quantizer(moments=moments)
         found_now: dict[Candidate, dict[str, float]] = {c: {} for c in missing}

@@ -15,7 +15,7 @@ from torch import nn
 from bitwright.inference import emulate
 from bitwright.models import Site
 from bitwright.search.cache import Cache
-from bitwright.search.compare import Reference, TokenEffects, compare, run_logits
+from bitwright.search.output import Effects, Output, Reference
 from bitwright.search.price import AS_LOADED, Assignment
 from bitwright.search.progress import Stage
 from bitwright.search.quantizer import Quantizer
@@ -28,11 +28,12 @@ class Meter:
     model: nn.Module
     sites: Sequence[Site]
     quantizer: Quantizer
+    output: Output
     reference: Reference
     cache: Cache
 
     def kl(self, assignment: Assignment, num_sequences: int, stage: Stage) -> float:
-        """Mean KL on the first `num_sequences` sequences, nats per token; sites that are not named stay as loaded."""
+        """Mean KL on the first `num_sequences` sequences, nats; sites that are not named stay as loaded."""
         key = self._digest(assignment, num_sequences)
         known = self.cache.read_measured()
         if key in known:
@@ -42,10 +43,10 @@ class Meter:
         self.cache.write_measured({**self.cache.read_measured(), key: measured})
         return measured
 
-    def effects(self, assignment: Assignment, num_sequences: int | None, stage: Stage) -> TokenEffects:
+    def effects(self, assignment: Assignment, num_sequences: int | None, stage: Stage) -> Effects:
         """Everything a comparison tells, per sequence."""
         with torch.no_grad(), emulate(self.model, self.sites, self.quantizer.rules(assignment)) as model:
-            return compare(self.reference, lambda ids: run_logits(model, ids), stage, num_sequences)
+            return self.output.compare(self.reference, model, stage, num_sequences)
 
     def _digest(self, assignment: Assignment, num_sequences: int) -> str:
         changed = sorted((name, str(c)) for name, c in assignment.items() if c.scheme != AS_LOADED.scheme)

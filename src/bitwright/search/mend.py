@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from bitwright.plan import Budget, Repair
 from bitwright.search.bootstrap import kl_estimate, ppl_ratio_estimate
 from bitwright.search.candidate import Candidate
-from bitwright.search.compare import TokenEffects
 from bitwright.search.measure import Meter
+from bitwright.search.output import Effects
 from bitwright.search.price import Assignment
 from bitwright.search.problem import Problem
 from bitwright.search.progress import Progress
@@ -47,12 +47,12 @@ class Mended:
     #: The problem with what was measured on the way.
     problem: Problem
     #: Effects of the assignment on the repair text.
-    effects: TokenEffects
+    effects: Effects
     repairs: tuple[Repair, ...]
     notes: tuple[str, ...]
 
 
-def quality_figures(effects: TokenEffects, budget: Budget, seed: int) -> dict[str, tuple[float, float, float]]:
+def quality_figures(effects: Effects, budget: Budget, seed: int) -> dict[str, tuple[float, float, float]]:
     """Quality limit → (limit, measured mean, upper end of its 95 % interval)."""
     figures = {}
     if budget.max_kl is not None:
@@ -72,7 +72,7 @@ def mend(
     repairs: list[Repair] = []
     notes: list[str] = []
     tightened = False
-    kept: tuple[Solution, TokenEffects, list[Repair]] | None = None
+    kept: tuple[Solution, Effects, list[Repair]] | None = None
     for round_number in range(MAX_ROUNDS):
         assignment = problem.assignment(solution)
         with progress.stage("measure on the repair text", num_sequences) as stage:
@@ -135,7 +135,7 @@ def _raise_by_blame(
     problem: Problem,
     solution: Solution,
     meter: Meter,
-    effects: TokenEffects,
+    effects: Effects,
     ratio: float,
     budget: Budget,
     progress: Progress,

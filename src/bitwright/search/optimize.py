@@ -127,6 +127,7 @@ def learn_scores(subject: Subject, settings: Settings, progress: Progress) -> Le
         seed=settings.seed,
         cache=subject.cache,
         progress=progress,
+        output=subject.output,
     )
 
 
@@ -136,6 +137,7 @@ def open_meter(subject: Subject, learned: Learned, progress: Progress) -> Meter:
         model=subject.loaded.model,
         sites=subject.sites,
         quantizer=learned.quantizer,
+        output=subject.output,
         reference=known_reference(subject, subject.splits.repair, progress),
         cache=subject.cache,
     )
@@ -145,10 +147,9 @@ def _prove(plan: Plan, subject: Subject, progress: Progress) -> Plan:
     """Look at the final text, once, and hold every limit against what was seen."""
     reference = known_reference(subject, subject.splits.final, progress)
     facts = known_reference_facts(subject, reference, progress)
-    measured = prove(plan, subject.loaded, subject.sites, reference, facts, progress)
+    measured = prove(plan, subject.loaded, subject.sites, reference, facts, progress, output=subject.output)
     values = {
-        "max_kl": measured.kl.mean,
-        "max_ppl_increase": measured.ppl.ratio - 1,
+        **measured.quality,
         "max_memory_bytes": float(plan.summary.weight_bytes),
         "effective_bits": plan.summary.effective_bits,
     }

@@ -10,7 +10,7 @@ from bitwright.models import Site, find_sites
 from bitwright.models.load import load
 from bitwright.models.loaded import LoadedModel
 from bitwright.search.cache import Cache, default_folder, open_cache
-from bitwright.search.compare import Reference, run_reference
+from bitwright.search.output import Output, Reference, open_output, raise_if_not_measurable
 from bitwright.search.price import Prices, price_model
 from bitwright.search.progress import Progress
 from bitwright.search.settings import Settings
@@ -26,6 +26,8 @@ class Subject:
     sites: tuple[Site, ...]
     prices: Prices
     splits: Splits
+    #: What is compared.
+    output: Output
     cache: Cache
 
 
@@ -53,6 +55,8 @@ def open_subject(
         loaded = model if isinstance(model, LoadedModel) else load(model, allow_pickle=allow_pickle, seed=settings.seed)
         stage.advance()
     _raise_if_too_long(loaded, settings.sequence_length)
+    output = open_output(settings.task, loaded)
+    raise_if_not_measurable(settings.budget, output, settings.task)
     sites = find_sites(loaded.model)
     prices = price_model(loaded, sites)
     with progress.stage("read the text", 1) as stage:
@@ -74,6 +78,7 @@ def open_subject(
         sites=sites,
         prices=prices,
         splits=splits,
+        output=output,
         cache=open_cache(
             folder,
             model_hash=loaded.hash,
@@ -85,7 +90,7 @@ def open_subject(
 
 
 def _raise_if_too_long(loaded: LoadedModel, sequence_length: int) -> None:
-    positions = getattr(getattr(loaded.model, "config", None), "max_position_embeddings", None)
+    positions = loaded.num_positions
     if positions is not None and sequence_length > positions:
         raise DataError(
             f"sequences of {sequence_length} tokens are longer than the {positions} positions of {loaded.name!r}; "
@@ -97,19 +102,21 @@ def known_reference(subject: Subject, text: TextSet, progress: Progress) -> Refe
     """The fp32 reference on a text, from the cache where it was run before."""
     known = subject.cache.read_reference(text.hash)
     with progress.stage("reference", text.num_sequences) as stage:
-        reference = run_reference(subject.loaded.model, text, stage, known)
-    if known is None and reference.head_inputs is not None:
-        subject.cache.write_reference(text.hash, reference.head_inputs)
+        reference = subject.output.run_reference(subject.loaded.model, text, stage, known)
+    if known is None and reference.kept is not None:
+        subject.cache.write_reference(text.hash, reference.kept)
     return reference
 
 
 def known_reference_facts(subject: Subject, reference: Reference, progress: Progress) -> ReferenceFacts:
     """The bf16 floor and the reference's repetition on its text, from the cache where they were measured before."""
-    keys = [f"{name} {reference.text.hash}" for name in ("bf16 floor", "repetition")]
+    floor_key, repetition_key = (f"{name} {reference.text.hash}" for name in ("bf16 floor", "repetition"))
     known = subject.cache.read_measured()
-    if all(key in known for key in keys):
-        return ReferenceFacts(bf16_floor_kl=known[keys[0]], repetition=known[keys[1]])
-    facts = reference_facts(subject.loaded, reference, progress)
-    found = dict(zip(keys, (facts.bf16_floor_kl, facts.repetition), strict=True))
+    if floor_key in known and (repetition_key in known or not subject.output.generates):
+        return ReferenceFacts(bf16_floor_kl=known[floor_key], repetition=known.get(repetition_key))
+    facts = reference_facts(subject.loaded, subject.output, reference, progress)
+    found = {floor_key: facts.bf16_floor_kl}
+    if facts.repetition is not None:
+        found[repetition_key] = facts.repetition
     subject.cache.write_measured({**subject.cache.read_measured(), **found})
     return facts

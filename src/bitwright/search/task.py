@@ -2,7 +2,8 @@
 
 A task is one file in `tasks/`, which defines ``TASKS``. It turns a document into *pieces*: token ids, and for each
 whether the prediction of that token is scored. ``packed`` tasks have their pieces laid end to end and cut into
-sequences; of the others each piece is one sequence, cut at the right or padded there.
+sequences; of the others each piece is one sequence, cut at the right or padded there. What of the model is compared
+on them is an output (see `output.py`), which the task names.
 
 `Encoder` is the one border to a tokenizer: whatever goes wrong in it is the user's text or tokenizer, and says so.
 """
@@ -61,6 +62,19 @@ class Encoder:
         return ()
 
     @cached_property
+    def suffix(self) -> tuple[int, ...]:
+        """The ids that the tokenizer itself puts behind a text ([SEP] in BERT); usually none or one."""
+        probe = "a"
+        whole = tuple(self._call(probe, add_special_tokens=True)["input_ids"])
+        return whole[len(self.prefix) + len(self.encode(probe)) :] if whole != self.encode(probe) else ()
+
+    @cached_property
+    def padding_id(self) -> int:
+        """What fills a row up: the tokenizer's own choice, since some models count positions by it; else 0."""
+        found = getattr(self.tokenizer, "pad_token_id", None)
+        return found if found is not None and 0 <= found < self.vocabulary_size else 0
+
+    @cached_property
     def vocabulary_size(self) -> int:
         """One more than the largest id of the tokenizer's vocabulary."""
         vocabulary: dict[str, int] = getattr(self.tokenizer, "get_vocab", dict)()
@@ -90,6 +104,11 @@ class Task:
     packed: bool
     #: (encoder, document, room in a sequence in tokens) → pieces, made one by one as they are asked for.
     pieces: Callable[[Encoder, Document, int], Iterator[Piece]]
+    #: What of the model is compared: a name in `OUTPUTS`.
+    output: str = "tokens"
+    #: True: a sequence is judged as a whole, so its first token counts like all others, and a split is as many tokens
+    #: long as is asked for, padding not counted. False: tokens are predicted from those before them.
+    whole_texts: bool = False
 
 
 TASKS: Catalog[Task] = Catalog(kind="task", package="bitwright.search.tasks", attribute="TASKS", record_type=Task)

@@ -5,7 +5,8 @@ No document is in two of them (see `deal`), and no sequence: one that was alread
 left out. Every sequence has exactly `sequence_length` tokens. A split of `tokens` tokens has ⌈tokens /
 sequence_length⌉ of them; *repair* and *final* have at least 64 where the text allows, which the bootstrap over
 sequences needs. Where the tokenizer puts a token before every text (BOS), every sequence of a packed task starts with
-it. Documents are tokenised as they are needed, and no further.
+it. A task of whole texts has one text a sequence, padded at the right, and its splits are as many tokens long as asked
+for without the padding. Documents are tokenised as they are needed, and no further.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class TextSet:
     description: str
     #: int64 ``[num_sequences, sequence_length]``.
     input_ids: Tensor
-    #: bool, same shape. True: the prediction OF this token counts; position 0 never.
+    #: bool, same shape. True: the prediction OF this token counts; position 0 never. Of whole texts: every token does.
     scored: Tensor
     #: bool, same shape. True: no token, only there to fill the row at its right end (never scored).
     padding: Tensor
@@ -53,7 +54,7 @@ class TextSet:
 
     @property
     def num_tokens(self) -> int:
-        """How many predictions are scored."""
+        """How many tokens are scored."""
         return int(self.scored.sum())
 
 
@@ -98,29 +99,37 @@ def split_text(
     chosen_task = TASKS[task]
     encoder = _encoder(tokenizer)
     room = sequence_length - (len(encoder.prefix) if chosen_task.packed else 0)
+    around = len(encoder.prefix) + len(encoder.suffix)
     for option, value, least in (
         ("--tokens", calibration_tokens, 1),
         ("evaluation tokens", evaluation_tokens, 1),
-        ("--sequence-length", sequence_length, sequence_length - room + 2),
+        ("--sequence-length", sequence_length, around + 1 if chosen_task.whole_texts else sequence_length - room + 2),
     ):
         if value < least:
             raise DataError(f"{option} is {value}, but must be at least {least}; raise it")
     first, second = read_source(calibration), read_source(evaluation)
+    num_ids = vocabulary_size or encoder.vocabulary_size
     shape = _Shape(
         task=chosen_task,
         sequence_length=sequence_length,
         room=room,
-        vocabulary_size=vocabulary_size or encoder.vocabulary_size,
+        vocabulary_size=num_ids,
+        filler=encoder.padding_id if encoder.padding_id < num_ids else 0,
     )
     num_evaluation = ceil(evaluation_tokens / sequence_length)
-    wanted = max(num_evaluation, MIN_EVALUATION_SEQUENCES)
+    num_calibration = ceil(calibration_tokens / sequence_length)
+    learn = _Amount(num_needed=num_calibration, num_wanted=num_calibration, num_tokens=calibration_tokens)
+    prove = _Amount(
+        num_needed=num_evaluation,
+        num_wanted=max(num_evaluation, MIN_EVALUATION_SEQUENCES),
+        num_tokens=evaluation_tokens,
+    )
     taken: set[bytes] = set()
     deals = deal_documents(first, second, seed)
-    num_calibration = ceil(calibration_tokens / sequence_length)
     return Splits(
-        calibrate=_collect(deals["calibrate"], encoder, shape, num_calibration, num_calibration, taken),
-        repair=_collect(deals["repair"], encoder, shape, num_evaluation, wanted, taken),
-        final=_collect(deals["final"], encoder, shape, num_evaluation, wanted, taken),
+        calibrate=_collect(deals["calibrate"], encoder, shape, learn, taken),
+        repair=_collect(deals["repair"], encoder, shape, prove, taken),
+        final=_collect(deals["final"], encoder, shape, prove, taken),
     )
 
 
@@ -133,6 +142,19 @@ class _Shape:
     #: Tokens of a sequence that a document can fill: all but the tokenizer's prefix.
     room: int
     vocabulary_size: int
+    #: The id that fills a row up.
+    filler: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Amount:
+    """How much text a split takes."""
+
+    #: Sequences: without the first number of them the text is too short, at the second it is enough.
+    num_needed: int
+    num_wanted: int
+    #: Tokens that whole texts must come to beside that.
+    num_tokens: int
 
 
 def _encoder(tokenizer: Any) -> Encoder:
@@ -144,12 +166,11 @@ def _encoder(tokenizer: Any) -> Encoder:
     return Encoder(tokenizer)
 
 
-def _collect(
-    deal: Deal, encoder: Encoder, shape: _Shape, num_needed: int, num_wanted: int, taken: set[bytes]
-) -> TextSet:
-    """Take `num_wanted` new sequences from a split's documents, and add them to `taken`; `num_needed` at least."""
+def _collect(deal: Deal, encoder: Encoder, shape: _Shape, amount: _Amount, taken: set[bytes]) -> TextSet:
+    """Take new sequences from a split's documents until there are enough, and add them to `taken`."""
     rows: list[Tensor] = []
     masks: list[tuple[Tensor, Tensor]] = []
+    num_tokens, tokens_needed = 0, amount.num_tokens if shape.task.whole_texts else 0
     for ids, scored, padding in _sequences(deal.documents, encoder, shape):
         key = ids.numpy().tobytes()
         if key in taken:
@@ -157,10 +178,11 @@ def _collect(
         taken.add(key)
         rows.append(ids)
         masks.append((scored, padding))
-        if len(rows) == num_wanted:
+        num_tokens += int(scored.sum())
+        if len(rows) >= amount.num_wanted and num_tokens >= tokens_needed:
             break
-    if len(rows) < num_needed:
-        raise DataError(_describe_shortage(deal, encoder, shape, len(rows), num_needed))
+    if len(rows) < amount.num_needed or num_tokens < tokens_needed:
+        raise DataError(_describe_shortage(deal, encoder, shape, len(rows), amount))
     input_ids = torch.stack(rows)
     scored = torch.stack([scored for scored, _ in masks])
     _raise_if_untokenised(input_ids, scored, encoder, shape, deal)
@@ -197,9 +219,10 @@ def _sequences(
         for piece in pieces:
             num_missing = shape.sequence_length - len(piece.ids)
             yield _row(
-                piece.ids + (0,) * num_missing,
+                piece.ids + (shape.filler,) * num_missing,
                 piece.scored + (False,) * num_missing,
                 (False,) * len(piece.ids) + (True,) * num_missing,
+                whole=shape.task.whole_texts,
             )
         return
     prefix = encoder.prefix
@@ -216,9 +239,11 @@ def _sequences(
             ids, scored = ids[shape.room :], scored[shape.room :]
 
 
-def _row(ids: Sequence[int], scored: Sequence[bool], padding: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+def _row(
+    ids: Sequence[int], scored: Sequence[bool], padding: Sequence[bool], *, whole: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     mask = torch.tensor(scored, dtype=torch.bool)
-    mask[0] = False  # nothing stands before it, so nothing predicts it
+    mask[0] &= whole  # else nothing stands before it, so nothing predicts it
     return torch.tensor(ids, dtype=torch.int64), mask, torch.tensor(padding, dtype=torch.bool)
 
 
@@ -240,11 +265,11 @@ def _raise_if_untokenised(input_ids: Tensor, scored: Tensor, encoder: Encoder, s
         )
 
 
-def _describe_shortage(deal: Deal, encoder: Encoder, shape: _Shape, num_found: int, num_needed: int) -> str:
+def _describe_shortage(deal: Deal, encoder: Encoder, shape: _Shape, num_found: int, amount: _Amount) -> str:
     """Say how much text there is and how much is needed; here the whole source is tokenised, which is short."""
-    source = deal.source
+    source, num_needed = deal.source, amount.num_needed
     num_total = _count_tokens(source.documents, encoder, shape)
-    if num_total == 0 and shape.task.packed:
+    if num_total == 0 and (shape.task.packed or shape.task.whole_texts):
         return (
             f"text cannot be tokenised: the model's tokenizer makes no token of '{source.name}' "
             f"({len(source.documents)} documents); use the tokenizer that belongs to the model, or give other text"
@@ -252,6 +277,12 @@ def _describe_shortage(deal: Deal, encoder: Encoder, shape: _Shape, num_found: i
     # Proofs never take fewer sequences than the least, however few tokens are asked for.
     is_least = deal.split != "calibrate" and num_needed <= MIN_EVALUATION_SEQUENCES
     part = f"'{source.name}' is too short: its {deal.split} split ({deal.share:.0%} of the documents)"
+    if shape.task.whole_texts:
+        return (
+            f"{part} has {num_found} different texts of {_count_tokens(deal.documents, encoder, shape)} tokens (each "
+            f"cut at {shape.sequence_length}), but {amount.num_tokens} tokens in at least {num_needed} texts are "
+            f"needed; lower --tokens, or give about {ceil(amount.num_tokens / deal.share)} tokens of text"
+        )
     if not shape.task.packed:
         return (
             f"{part} makes {num_found} sequences of {len(deal.documents)} documents, one of each different "

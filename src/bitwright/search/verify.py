@@ -8,37 +8,29 @@ What is run is the plan itself, with the scales in its tensors: the same path, w
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
+from torch import nn
 
 from bitwright.errors import PlanError
 from bitwright.inference import emulate_plan
 from bitwright.models import Site, find_sites
 from bitwright.models.load import BUILT_IN, load
 from bitwright.models.loaded import LoadedModel
-from bitwright.plan import Interval, Limit, Measured, Perplexity, Plan, Repetition
-from bitwright.search import bootstrap
-from bitwright.search.bootstrap import Estimate
-from bitwright.search.compare import (
-    FLOOR_SEQUENCES,
-    Reference,
-    TokenEffects,
-    bf16_floor,
-    compare,
-    run_logits,
-    run_reference,
-)
+from bitwright.plan import Limit, Measured, Plan, Repetition
+from bitwright.search.bootstrap import kl_estimate
 from bitwright.search.documents import CALIBRATION_SETS
-from bitwright.search.progress import Progress, Silent
+from bitwright.search.output import Effects, Output, Reference, open_output
+from bitwright.search.progress import Progress, Silent, Stage
 from bitwright.search.repetition import NEW_TOKENS, repetition
 from bitwright.search.text import TextSet, split_text
 
-#: Tokens from which on the 99.9th percentile of token KL is told: a hundred tokens then lie beyond it.
-TAIL_TOKENS = 100_000
+#: Sequences on which the bf16 floor is measured.
+FLOOR_SEQUENCES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +38,28 @@ class ReferenceFacts:
     """What does not depend on the plan, so that a second plan need not measure it again."""
 
     bf16_floor_kl: float
-    repetition: float
+    #: None where the model continues no text.
+    repetition: float | None
 
 
-def reference_facts(loaded: LoadedModel, reference: Reference, progress: Progress) -> ReferenceFacts:
+def reference_facts(loaded: LoadedModel, output: Output, reference: Reference, progress: Progress) -> ReferenceFacts:
     """Measure the bf16 floor and the reference's own repetition."""
     text = reference.text
     with progress.stage("bf16 floor", min(FLOOR_SEQUENCES, text.num_sequences)) as stage:
-        floor = bf16_floor(loaded.model, reference, stage)
-    with progress.stage("reference generations", NEW_TOKENS) as stage:
-        repeated = repetition(loaded.model, text, stage)
-    return ReferenceFacts(bf16_floor_kl=floor, repetition=repeated)
+        floor = bf16_floor(loaded.model, output, reference, stage)
+    return ReferenceFacts(
+        bf16_floor_kl=floor, repetition=_repetition(loaded.model, output, text, "reference generations", progress)
+    )
+
+
+@torch.no_grad()
+def bf16_floor(model: nn.Module, output: Output, reference: Reference, stage: Stage) -> float:
+    """Mean KL of the same weights with the whole model run in bf16: what today's default already costs.
+
+    Measured on the first FLOOR_SEQUENCES sequences, which is enough for a figure that plans are only held against.
+    """
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    return output.compare(reference, half, stage, FLOOR_SEQUENCES).mean_kl
 
 
 @torch.no_grad()
@@ -67,40 +70,42 @@ def prove(
     reference: Reference,
     facts: ReferenceFacts,
     progress: Progress,
+    *,
+    output: Output,
 ) -> Measured:
-    """Measure a plan on the reference's text: KL, perplexity, top-1 agreement with 95 % intervals, and repetition."""
+    """Measure a plan on the reference's text: KL and what else its output has, with 95 % intervals, and repetition."""
     text = reference.text
     with emulate_plan(plan, loaded.model, sites) as model:
         with progress.stage("measure the plan", text.num_sequences) as stage:
-            effects = compare(reference, lambda ids: run_logits(model, ids), stage)
-        with progress.stage("plan's generations", NEW_TOKENS) as stage:
-            repeated = repetition(model, text, stage)
-    return measured_record(effects, facts, text, plan.seed, repeated)
+            effects = output.compare(reference, model, stage)
+        repeated = _repetition(model, output, text, "plan's generations", progress)
+    return measured_record(effects, output, facts, text, plan.seed, repeated)
+
+
+def _repetition(model: nn.Module, output: Output, text: TextSet, name: str, progress: Progress) -> float | None:
+    if not output.generates:
+        return None
+    with progress.stage(name, NEW_TOKENS) as stage:
+        return repetition(model, text, stage)
 
 
 def measured_record(
-    effects: TokenEffects, facts: ReferenceFacts, text: TextSet, seed: int, repeated: float
+    effects: Effects, output: Output, facts: ReferenceFacts, text: TextSet, seed: int, repeated: float | None
 ) -> Measured:
     """The record of a measurement: means with the intervals of a paired bootstrap over sequences."""
-    num_tokens = float(effects.num_scored.sum())
-    ratio = bootstrap.ppl_ratio_estimate(effects, seed)
+    repetitions = None
+    if facts.repetition is not None and repeated is not None:
+        repetitions = Repetition(base=facts.repetition, plan=repeated)
     return Measured(
-        kl=_interval(bootstrap.kl_estimate(effects, seed)),
+        kl=kl_estimate(effects, seed).interval,
+        unit=output.unit,
         bf16_floor_kl=facts.bf16_floor_kl,
-        ppl=Perplexity(
-            base=float(np.exp(effects.nll_reference.sum() / num_tokens)),
-            plan=float(np.exp(effects.nll_plan.sum() / num_tokens)),
-            ratio=ratio.mean,
-            low=ratio.low,
-            high=ratio.high,
-        ),
-        top1_agreement=_interval(bootstrap.agreement_estimate(effects, seed)),
-        tokens=int(num_tokens),
+        tokens=text.num_tokens,
         sequences=text.num_sequences,
-        kl_p999=float(np.quantile(effects.token_kl, 0.999)) if num_tokens >= TAIL_TOKENS else None,
-        repetition=Repetition(base=facts.repetition, plan=repeated),
+        repetition=repetitions,
         source=text.source,
         hash=text.hash,
+        **output.figures(effects, seed),
     )
 
 
@@ -110,10 +115,6 @@ def judge(plan_limits: dict[str, float], values: dict[str, float]) -> tuple[Limi
         Limit(name=name, limit=limit, value=values[name], status="measured" if values[name] <= limit else "missed")
         for name, limit in plan_limits.items()
     )
-
-
-def _interval(estimate: Estimate) -> Interval:
-    return Interval(mean=estimate.mean, low=estimate.low, high=estimate.high)
 
 
 def verify(
@@ -153,6 +154,7 @@ def verify(
         raise PlanError(
             "the plan does not say how its text was cut (no options); make it again with bitwright optimize"
         )
+    output = open_output(plan.task, loaded)
     sites = find_sites(loaded.model)
     splits = split_text(
         loaded.tokenizer,
@@ -168,8 +170,9 @@ def verify(
         vocabulary_size=vocabulary_size(loaded),
     )
     with shown.stage("reference", splits.final.num_sequences) as stage:
-        reference = run_reference(loaded.model, splits.final, stage)
-    return prove(plan, loaded, sites, reference, reference_facts(loaded, reference, shown), shown)
+        reference = output.run_reference(loaded.model, splits.final, stage)
+    facts = reference_facts(loaded, output, reference, shown)
+    return prove(plan, loaded, sites, reference, facts, shown, output=output)
 
 
 def lasting_path(source: str | Path) -> str:
