@@ -162,16 +162,25 @@ def compute_format(device: Device, wanted: str) -> tuple[str, str]:
         HardwareError: the device has none of them.
         UnknownName: no format is named `wanted`.
     """
-    narrow = formats.get(wanted)
+    formats.get(wanted)
     if wanted in device.matmul_tflops:
         return wanted, f"{device.name} has a matrix unit for {wanted}"
-    for wider in _WIDER:
-        if wider in device.matmul_tflops and _holds(formats.get(wider), narrow):
-            return wider, f"{device.name} has no matrix unit for {wanted}: values are widened to {wider}"
+    for wider in wider_formats(device, wanted):
+        return wider, f"{device.name} has no matrix unit for {wanted}: values are widened to {wider}"
     raise HardwareError(
         f"device '{device.name}' can neither multiply in {wanted} nor in any of {', '.join(_WIDER)}; "
         "give a device file with one of these rates"
     )
+
+
+def wider_formats(device: Device, wanted: str) -> tuple[str, ...]:
+    """Return the device's formats among bf16, fp16, tf32, fp32 that hold every value of `wanted`, in that order.
+
+    Raises:
+        UnknownName: no format is named `wanted`.
+    """
+    narrow = formats.get(wanted)
+    return tuple(name for name in _WIDER if name in device.matmul_tflops and _holds(formats.get(name), narrow))
 
 
 def raise_if_not_positive(**sizes: float) -> None:

@@ -1,0 +1,208 @@
+"""One serving engine = one TOML file in `engines/`; the folder is the list. No code branches on an engine's name.
+
+    name = "vllm"                    # canonical; `aliases` are accepted at the borders
+    plain_formats = ["fp16", "bf16"] # weights and values that it runs without any scale
+    kept_roles = ["router"]          # sites that stay in a plain format, whatever is asked
+    fp32_roles = ["attn.softmax_sum"]# values that it computes in fp32, whatever is asked
+    cache_ties = "all"               # which caches share a scheme: "all" | "part" (all keys, all values) | "none"
+
+    [[fused]]                        # roles that one kernel computes at once: their sites share a scheme
+    [[weights]]                      # a kind of weights (and activations) that it runs; a scheme has to fit one
+    [[values]]                       # a kind of rounded values or cache that it runs
+    [[transforms]]                   # changes of the inputs that it can apply, and at which roles
+
+Every section says `source` and `certainty` as device files do. A kind is a pattern over the facts of a scheme
+(`quantize/scheme.py`, `quantize/value_scheme.py`); a list that is empty allows anything. What fits no kind is refused
+with the reason of the kind that came closest (`rules.py`).
+
+The records are frozen pydantic models, since the file is their only maker. `engine_catalog()` reads the folder.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from bitwright import formats
+from bitwright.catalog import nearest_name_hint
+from bitwright.errors import PlanError, UnknownName
+
+Certainty = Literal["read", "recalled", "derived", "measured"]
+Text = Annotated[str, Field(min_length=1)]
+Names = tuple[Text, ...]
+Sizes = tuple[Annotated[int, Field(gt=0)], ...]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("formats", "scale_formats", "activations", "plain_formats", check_fields=False)
+    @classmethod
+    def _raise_if_unknown_format(cls, value: Names) -> Names:
+        for name in value:
+            if name not in formats.FORMATS:
+                raise ValueError(f"no format is named {name!r}{nearest_name_hint(name, list(formats.names()))}")
+        return value
+
+
+class _Sourced(_Record):
+    source: Text
+    certainty: Certainty
+
+
+class Fused(_Sourced):
+    """Roles whose sites are computed by one kernel and share a scheme."""
+
+    roles: Annotated[Names, Field(min_length=2)]
+    #: Component of a site's name that ends what they share ("experts"); None: the module that they are children of.
+    within: str | None = None
+
+
+class WeightKind(_Sourced):
+    """A kind of quantised weights that an engine multiplies by, and of activations to go with it."""
+
+    #: What the engine calls it.
+    name: Text
+    formats: Annotated[Names, Field(min_length=1)]
+    #: Who shares a scale: tensor, row, group, block.
+    scopes: Annotated[tuple[Literal["tensor", "row", "group", "block"], ...], Field(min_length=1)]
+    #: Columns under one scale, for groups and blocks.
+    group_sizes: Sizes = ()
+    #: Rows under one scale, for blocks.
+    block_rows: Sizes = ()
+    symmetries: tuple[Literal["symmetric", "zero_point", "minimum"], ...] = ("symmetric",)
+    scale_formats: Names = ()
+    #: Two-level scaling, as NVFP4 has it.
+    tensor_scale: bool = False
+    #: Whether a group's scale may be negative (ggml's Q4_0 stores such).
+    negative_scales: bool = False
+    #: Whether a last group may be shorter than the others.
+    ragged_groups: bool = False
+    in_features_multiple: Annotated[int, Field(gt=0)] = 1
+    out_features_multiple: Annotated[int, Field(gt=0)] = 1
+    #: Formats that the input is rounded to; empty: it is not rounded.
+    activations: Names = ()
+    activation_scopes: tuple[Literal["tensor", "row", "group", "block"], ...] = ()
+    activation_group_sizes: Sizes = ()
+    activation_timings: tuple[Literal["dynamic", "static"], ...] = ("dynamic",)
+
+
+class ValueKind(_Sourced):
+    """A kind of rounded values that an engine computes with, or caches."""
+
+    name: Text
+    roles: Annotated[Names, Field(min_length=1)]
+    formats: Annotated[Names, Field(min_length=1)]
+    axes: Annotated[tuple[Literal["tensor", "head", "token", "channel"], ...], Field(min_length=1)]
+    #: Numbers under one scale along the axis; empty: any number, one scale for all of them included.
+    group_sizes: Sizes = ()
+    symmetries: tuple[Literal["symmetric", "zero_point", "minimum"], ...] = ("symmetric",)
+    scale_formats: Names = ()
+
+
+class TransformKind(_Sourced):
+    """A change of inputs that an engine applies at run time, or that can be folded into what comes before."""
+
+    #: What a transform stores (`Transform.parts`) that this takes.
+    parts: Annotated[Names, Field(min_length=1)]
+    #: Roles of sites at which it can; empty: all.
+    roles: Names = ()
+    how: Text
+
+
+class Engine(_Record):
+    """What one serving engine runs."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
+    aliases: Names = ()
+    #: What it is, and which release the file speaks of.
+    description: Text
+    plain_formats: Annotated[Names, Field(min_length=1)]
+    kept_roles: Names = ()
+    fp32_roles: Names = ()
+    #: False: all quantised sites of a model share one scheme.
+    mixes_schemes: bool = True
+    cache_ties: Literal["all", "part", "none"] = "none"
+    notes: Names = ()
+    source: Text
+    certainty: Certainty
+    fused: tuple[Fused, ...] = ()
+    weights: tuple[WeightKind, ...] = ()
+    values: tuple[ValueKind, ...] = ()
+    transforms: tuple[TransformKind, ...] = ()
+
+
+def engines() -> tuple[Engine, ...]:
+    """Return every engine, sorted by name."""
+    catalog = engine_catalog()
+    return tuple(catalog[name] for name in sorted(catalog))
+
+
+def get_engine(name: str) -> Engine:
+    """Return an engine by its name or an alias; case does not matter.
+
+    Raises:
+        UnknownName: no engine has that name; the nearest one is suggested.
+    """
+    catalog = engine_catalog()
+    written = name.strip().lower()
+    by_alias = {alias: engine for engine in catalog.values() for alias in engine.aliases}
+    found = catalog.get(written) or by_alias.get(written)
+    if found is not None:
+        return found
+    hint = nearest_name_hint(written, [*catalog, *by_alias])
+    raise UnknownName(f"unknown engine {name!r}{hint} Known engines: {', '.join(sorted(catalog))}")
+
+
+@cache
+def engine_catalog() -> Mapping[str, Engine]:
+    """Read every file of `engines/`; a name or alias that two files claim is an error naming both.
+
+    Raises:
+        PlanError: a file is wrong.
+    """
+    found: dict[str, Engine] = {}
+    claimed: dict[str, str] = {}
+    folder = resources.files(__package__) / "engines"
+    for entry in sorted(folder.iterdir(), key=lambda item: item.name):
+        if not entry.name.endswith(".toml"):
+            continue
+        engine = read_engine(entry.read_text(encoding="utf-8"), entry.name)
+        for claim in (engine.name, *engine.aliases):
+            if claim in claimed:
+                raise PlanError(f"engine name '{claim}' is claimed twice: in {claimed[claim]} and {entry.name}")
+            claimed[claim] = entry.name
+        found[engine.name] = engine
+    return MappingProxyType(found)
+
+
+def read_engine(text: str, file: str) -> Engine:
+    """Return the engine of a file's text; `file` is what errors call it.
+
+    Raises:
+        PlanError: no TOML, or a field is missing, unknown or impossible; the message names file and field.
+    """
+    try:
+        return Engine.model_validate(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError(f"engine file '{file}' is no TOML ({error}); correct it at that place") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise PlanError(f"engine file '{file}': field '{field}': {first['msg']}; correct it") from error
+
+
+def read_engine_file(path: str | Path) -> Engine:
+    """Read and check one engine file of a user's. Raises PlanError as `read_engine` does, or if it cannot be read."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"engine file '{path}' cannot be read ({error}); give the path of a .toml file") from error
+    return read_engine(text, str(path))
