@@ -19,7 +19,7 @@ from bitwright.hardware.decoder_shape import DecoderShape
 from bitwright.hardware.device import Kind
 
 #: Tokens of all sequences together that one step of an engine runs, where a prompt is longer: vLLM's
-#: max_num_batched_tokens (vllm/config/scheduler.py, DEFAULT_MAX_NUM_BATCHED_TOKENS).
+#: DEFAULT_MAX_NUM_BATCHED_TOKENS (vllm/config/scheduler.py), which it raises on large GPUs.
 STEP_TOKENS = 2048
 #: Bytes that a runtime holds before any tensor exists: driver context and loaded kernels. An assumption in the middle
 #: of the 300 to 700 MB that CUDA contexts of PyTorch are seen to take; a process on a CPU shares its memory.
