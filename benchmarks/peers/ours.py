@@ -1,0 +1,152 @@
+"""bitwright on the same terms: the same tokens, the same two schemes, the same ties, the same bits.
+
+What `bitwright optimize` does up to the solved plan, with the text handed over as tokens: calibrate, score, solve,
+round. Left out are probes, repair and proof, which measure on text of their own, as no peer does.
+
+    --roundings rtn clip     choose from these roundings; without it, from all of the effort's
+    --free BITS              all default schemes, at so many stored bits per weight, scales counted
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import record
+import torch
+from torch import Tensor
+
+from bitwright.models import Site, find_sites, site_weight
+from bitwright.models.load import load
+from bitwright.models.loaded import LoadedModel
+from bitwright.plan import Budget
+from bitwright.plan.rules import get_engine, ties
+from bitwright.quantize import ROUNDINGS, SCHEMES
+from bitwright.search.cache import Cache
+from bitwright.search.candidate import Candidate, candidates_of
+from bitwright.search.correct import Correction
+from bitwright.search.learn import Learned, learn
+from bitwright.search.price import Prices, price_model
+from bitwright.search.problem import build_problem
+from bitwright.search.progress import Silent
+from bitwright.search.settings import default_schemes
+from bitwright.search.text import TextSet
+
+#: Fuses q, k, v and gate, up.
+ENGINE = "vllm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What is known before a limit is given."""
+
+    loaded: LoadedModel
+    sites: tuple[Site, ...]
+    prices: Prices
+    learned: Learned
+
+    def assignment(self, budget: Budget) -> dict[str, Candidate]:
+        """The best choice of every site within a budget."""
+        problem = build_problem(
+            self.prices,
+            self.learned.scores,
+            Correction(role_factors={}),
+            include_head=False,
+            ties=ties(self.sites, get_engine(ENGINE)),
+        )
+        solution, missed = problem.solve(budget, "kl", None)
+        assert not missed, f"{budget} cannot be kept"
+        return problem.assignment(solution)
+
+    def weights(self, assignment: dict[str, Candidate]) -> dict[str, Tensor]:
+        """Parameter name → dequantised weight."""
+        return {
+            site.parameter: self.learned.quantizer.quantize(
+                site.name, assignment[site.name], site_weight(self.loaded.model, site).contiguous()
+            ).dequantize()
+            for site in self.sites
+        }
+
+
+def text_of(path: Path) -> TextSet:
+    """Tokens as a set of text; every token but the first of a sequence is scored."""
+    ids = record.read_tokens(path)
+    scored = torch.ones_like(ids, dtype=torch.bool)
+    scored[:, 0] = False
+    return TextSet(
+        source=path.name,
+        description="tokens",
+        input_ids=ids,
+        scored=scored,
+        padding=torch.zeros_like(scored),
+        hash="",
+    )
+
+
+def open_search(folder: Path, schemes: Sequence[str], roundings: Sequence[str] | None) -> Search:
+    """Load, calibrate and score."""
+    loaded = load(folder)
+    sites = tuple(site for site in find_sites(loaded.model) if site.role not in ("embedding", "lm_head"))
+    candidates = [c for c in candidates_of(schemes) if roundings is None or c.rounding in roundings]
+    learned = learn(
+        loaded.model,
+        sites,
+        text_of(folder / "calibration.safetensors"),
+        candidates,
+        seed=0,
+        cache=Cache(folder=None),
+        progress=Silent(),
+    )
+    return Search(loaded=loaded, sites=sites, prices=price_model(loaded, sites), learned=learned)
+
+
+def write(out: Path, search: Search, assignment: dict[str, Candidate], times: dict[str, float], note: str) -> None:
+    """Hand over as the peers do."""
+    used: dict[str, int] = {}
+    for site in search.sites:
+        used[str(assignment[site.name])] = used.get(str(assignment[site.name]), 0) + site.num_weights
+    record.write(
+        out,
+        bits={site.name: SCHEMES[assignment[site.name].scheme].weights.nominal_bits for site in search.sites},
+        weights=search.weights(assignment),
+        times=times,
+        packages=["bitwright", "torch", "transformers"],
+        notes={
+            "what": note,
+            "stored_bits": search.prices.effective_bits(assignment),
+            "predicted_kl": sum(search.learned.scores[name][choice] for name, choice in assignment.items()),
+            "weights_per_choice": used,
+        },
+    )
+
+
+def named_schemes(group_size: int) -> list[str]:
+    """The two schemes that every tool chooses from."""
+    return [f"int{bits}_g{group_size}" for bits in (4, 8)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("out", type=Path)
+    limit = parser.add_mutually_exclusive_group(required=True)
+    limit.add_argument("--bits", type=float)
+    limit.add_argument("--free", type=float, metavar="BITS")
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--roundings", nargs="+", choices=sorted(ROUNDINGS))
+    arguments = parser.parse_args()
+    schemes = named_schemes(arguments.group_size) if arguments.free is None else default_schemes()
+    budget = Budget(nominal_bits=arguments.bits, effective_bits=arguments.free)
+
+    stopwatch = record.Stopwatch()
+    search = open_search(arguments.folder, schemes, arguments.roundings)
+    assignment = search.assignment(budget)
+    search.weights(assignment)
+    times = stopwatch.stop()
+    write(arguments.out, search, assignment, times, f"roundings {arguments.roundings or 'all'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""bitwright beside NVIDIA ModelOpt and AutoRound: the same model, tokens, sites, schemes, ties and bits, one evaluator.
+
+    python benchmarks/peers/run.py                                    every row of the built-in model
+    python benchmarks/peers/run.py --model demo-dithered --rows 4.00 4.62 --tools bitwright autoround
+    python benchmarks/peers/run.py --tables                           only print what is there
+
+Weight-only {int4, int8}, symmetric, in groups of 128 along in_features (576 columns leave a last group of 64), decoder
+linears only, q/k/v tied and gate/up tied. Bits are nominal, scales not counted, and counted by the evaluator. Each tool
+runs in a process of its own, in an environment of its own; what comes back are the weights that it computes with, and
+`evaluate.py` measures the mean token KL to the fp32 model, for all alike. Seconds run from before the model is read to
+when the last weight has its codes.
+
+A run that is done is kept and not done again (--fresh does), so a table may be filled in parts. Results go to
+benchmarks/results/peers-<model>.json. Run it on an otherwise idle machine: each run files the load that it began under.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tables
+from environments import HERE, cache_folder, python_of
+
+sys.path.insert(0, str(HERE.parent))
+import machine
+
+RESULTS = HERE.parent / "results"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    """One way of quantising."""
+
+    script: str
+    #: Whose environment; None: bitwright's own.
+    environment: str | None = None
+    arguments: tuple[str, ...] = ()
+
+
+TOOLS = {
+    "modelopt": Tool(script="modelopt_peer.py", environment="modelopt"),
+    "modelopt-awq": Tool(script="modelopt_peer.py", environment="modelopt", arguments=("--algorithm", "awq_lite")),
+    "autoround": Tool(script="autoround_peer.py", environment="autoround"),
+    "autoround-200": Tool(script="autoround_peer.py", environment="autoround", arguments=("--iters", "200")),
+    "bitwright": Tool(script="ours.py"),
+    "bitwright-clip": Tool(script="ours.py", arguments=("--roundings", "rtn", "clip")),
+}
+#: Whose bits reached are the limit of bitwright's runs.
+LEADERS = ("modelopt", "autoround")
+#: Roundings under which every tool's assignment is compared.
+SAME_ROUNDINGS = {"rtn + clip": ("rtn", "clip")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One number of bits."""
+
+    bits: float
+    group_size: int = 128
+    tools: tuple[str, ...] = (*LEADERS, "bitwright")
+
+
+ROWS = {
+    "4.00": Row(bits=4, tools=tuple(TOOLS)),
+    "4.62": Row(bits=4.62, tools=(*LEADERS, "autoround-200", "bitwright", "bitwright-clip")),
+    "4.80": Row(bits=4.8, tools=(*LEADERS, "modelopt-awq", "bitwright", "bitwright-clip")),
+    "5.31": Row(bits=5.31),
+    "5.50": Row(bits=5.5),
+    "6.30": Row(bits=6.3),
+    "6.50": Row(bits=6.5),
+    "4.00 g64": Row(bits=4, group_size=64),
+    "5.31 g64": Row(bits=5.31, group_size=64),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one model's files lie."""
+
+    model: str
+
+    @property
+    def folder(self) -> Path:
+        return cache_folder() / "models" / self.model
+
+    def run(self, row: str, tool: str) -> Path:
+        return cache_folder() / "runs" / self.model / f"{row.replace(' ', '-')}_{tool}"
+
+    def allocation(self, roundings: str, run: Path) -> Path:
+        return cache_folder() / "runs" / self.model / f"under {roundings}".replace(" ", "-") / run.name
+
+
+def prepare(place: Place) -> None:
+    """Write model and tokens where they are missing."""
+    if not (place.folder / "facts.json").exists():
+        subprocess.run([sys.executable, HERE / "prepare.py", place.model, place.folder], check=True)
+
+
+def quantize(place: Place, row_name: str, tool_name: str) -> None:
+    """One run of one tool, and its evaluation."""
+    row, tool, out = ROWS[row_name], TOOLS[tool_name], place.run(row_name, tool_name)
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    load = machine.load_average()
+    with (out / "log.txt").open("w", encoding="utf-8") as log:
+        print(f"{place.model}, {row_name}: {tool_name} …", file=sys.stderr)
+        done = subprocess.run(
+            [
+                python_of(tool.environment), HERE / tool.script, place.folder, out,
+                "--bits", str(_limit(place, row_name, tool_name)), "--group-size", str(row.group_size),
+                *tool.arguments,
+            ],
+            stdout=log, stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{tool_name} failed at {row_name}: see {out / 'log.txt'}")
+    evaluate(place, [out], row.group_size, {"load_average": load, "when": machine.now()})
+
+
+def _limit(place: Place, row_name: str, tool_name: str) -> float:
+    """The row's bits; for bitwright no more than the others reached."""
+    bits = ROWS[row_name].bits
+    if not tool_name.startswith("bitwright"):
+        return bits
+    reached = [
+        json.loads(path.read_text(encoding="utf-8"))["nominal_bits"]
+        for leader in LEADERS
+        if (path := place.run(row_name, leader) / "evaluation.json").exists()
+    ]
+    return min([bits, *reached])
+
+
+def evaluate(place: Place, runs: list[Path], group_size: int, facts: dict[str, Any]) -> None:
+    """Measure runs; their weights are not kept."""
+    answer = subprocess.run(
+        [sys.executable, HERE / "evaluate.py", place.folder, *runs, "--group-size", str(group_size)],
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    for run, found in zip(runs, json.loads(answer.stdout), strict=True):
+        (run / "evaluation.json").write_text(json.dumps({**found, **facts}, indent=1) + "\n", encoding="utf-8")
+        (run / "weights.safetensors").unlink()
+
+
+def allocate(place: Place, roundings: str, rows: list[str]) -> None:
+    """Every tool's assignment under the same roundings."""
+    for group_size in sorted({ROWS[row].group_size for row in rows}):
+        runs = [
+            place.run(row, tool)
+            for row in rows
+            for tool in (*LEADERS, "bitwright")
+            if ROWS[row].group_size == group_size
+        ]
+        missing = [
+            run
+            for run in runs
+            if (run / "evaluation.json").exists()
+            and not (place.allocation(roundings, run) / "evaluation.json").exists()
+        ]
+        for run in missing:  # one by one, since weights take as much room as the model
+            out = place.allocation(roundings, run)
+            print(f"{place.model}: the assignment of {run.name} under {roundings} …", file=sys.stderr)
+            subprocess.run(
+                [
+                    sys.executable, HERE / "allocation.py", place.folder, run, "--out", out.parent,
+                    "--group-size", str(group_size), "--roundings", *SAME_ROUNDINGS[roundings],
+                ],
+                check=True,
+            )  # fmt: skip
+            evaluate(place, [out], group_size, {})
+
+
+def collect(place: Place) -> dict[str, Any]:
+    """All that is there of a model, for the result file."""
+    runs = []
+    for row_name, row in ROWS.items():
+        for tool in row.tools:
+            folder = place.run(row_name, tool)
+            if (folder / "evaluation.json").exists():
+                runs.append({"row": row_name, "tool": tool, "group_size": row.group_size, **_read(folder)})
+    return {
+        "machine": machine.machine(["torch", "transformers"]),
+        "facts": json.loads((place.folder / "facts.json").read_text(encoding="utf-8")),
+        "what": " ".join(__doc__.split("\n\n")[2].split()),
+        "runs": runs,
+        "same_rounding": {
+            roundings: [
+                {"row": run["row"], "tool": run["tool"], **_read(folder)}
+                for run in runs
+                if (
+                    (folder := place.allocation(roundings, place.run(run["row"], run["tool"]))) / "evaluation.json"
+                ).exists()
+            ]
+            for roundings in SAME_ROUNDINGS
+        },
+    }
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    evaluation = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    bits = result.pop("bits")
+    counts = {f"{b:g}": sum(value == b for value in bits.values()) for b in sorted(set(bits.values()))}
+    return {**evaluation, **result, "layers_per_bits": counts}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--fresh", action="store_true", help="do again what is done")
+    parser.add_argument("--no-allocation", action="store_true", help="leave out the tables of equal rounding")
+    parser.add_argument("--tables", action="store_true", help="run nothing")
+    arguments = parser.parse_args()
+    place = Place(model=arguments.model)
+    if not arguments.tables:
+        prepare(place)
+        for row_name in arguments.rows:
+            for tool_name in arguments.tools:
+                done = (place.run(row_name, tool_name) / "evaluation.json").exists()
+                if tool_name in ROWS[row_name].tools and (arguments.fresh or not done):
+                    quantize(place, row_name, tool_name)
+        if not arguments.no_allocation:
+            for roundings in SAME_ROUNDINGS:
+                allocate(place, roundings, arguments.rows)
+    found = collect(place)
+    (RESULTS / f"peers-{place.model}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(tables.render(found))
+
+
+if __name__ == "__main__":
+    main()

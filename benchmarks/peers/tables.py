@@ -1,0 +1,42 @@
+"""The tables of a result file, in Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def render(found: dict[str, Any]) -> str:
+    """KL at equal bits, allocation alone, and time."""
+    parts = [
+        f"### {found['facts']['model']}: {found['facts']['what']}",
+        _grid("Mean token KL to the fp32 model (nominal bits reached)", found["runs"], _kl),
+        *(
+            _grid(f"The same assignments, all rounded by {roundings}", runs, _kl)
+            for roundings, runs in found["same_rounding"].items()
+            if runs
+        ),
+        _grid("CPU seconds (wall seconds), from before loading to the last code", found["runs"], _seconds),
+        _grid("Peak memory, GiB", found["runs"], lambda run: f"{run['times']['peak_memory_gib']:.1f}"),
+    ]
+    return "\n\n".join(parts)
+
+
+def _kl(run: dict[str, Any]) -> str:
+    return f"{run['kl']:.4f} ({run['nominal_bits']:.3f})"
+
+
+def _seconds(run: dict[str, Any]) -> str:
+    return f"{run['times']['cpu_s']:.0f} ({run['times']['wall_s']:.0f})"
+
+
+def _grid(title: str, runs: list[dict[str, Any]], cell: Any) -> str:
+    """Rows of bits against tools."""
+    rows = list(dict.fromkeys(run["row"] for run in runs))
+    tools = list(dict.fromkeys(run["tool"] for run in runs))
+    cells = {(run["row"], run["tool"]): cell(run) for run in runs}
+    lines = [
+        f"| bits | {' | '.join(tools)} |",
+        f"| --- |{' --- |' * len(tools)}",
+        *(f"| {row} | {' | '.join(cells.get((row, tool), '–') for tool in tools)} |" for row in rows),
+    ]
+    return f"**{title}**\n\n" + "\n".join(lines)
