@@ -91,7 +91,7 @@ class Returning(nn.Module):
         self.gpt = gpt
         self.wrapping = wrapping
 
-    def forward(self, ids: Tensor, shift: Tensor) -> Any:
+    def forward(self, ids: Tensor, shift: Tensor | float = 0.0) -> Any:
         logits = self.gpt(ids) + shift
         match self.wrapping:
             case "tuple":

@@ -1,6 +1,7 @@
 """Load a model and name every site of it; never changes a model.
 
 loaded = models.load("demo")                # a folder, a .gguf file, a hub id, demo, demo-dithered
+loaded = models.plain_model(module)         # or any module of your own
 sites = models.find_sites(loaded.model)     # every weight whose precision can be chosen
 models.site_weight(loaded.model, sites[0])  # its [out, in] view
 models.find_value_sites(loaded.model)       # every place where a computed or kept value can be rounded
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from bitwright.models.grid import Grid, detect_grid
     from bitwright.models.load import load
     from bitwright.models.loaded import LoadedModel, from_memory, hash_weights
+    from bitwright.models.plain import plain_model
     from bitwright.models.sites import Site, find_sites, site_weight
     from bitwright.models.value_sites import ValueSite, find_value_sites, values_left_out
 
@@ -35,6 +37,7 @@ _HOMES = {
     "from_memory": "bitwright.models.loaded",
     "hash_weights": "bitwright.models.loaded",
     "load": "bitwright.models.load",
+    "plain_model": "bitwright.models.plain",
     "site_weight": "bitwright.models.sites",
     "values_left_out": "bitwright.models.value_sites",
 }
@@ -52,6 +55,7 @@ __all__ = [
     "from_memory",
     "hash_weights",
     "load",
+    "plain_model",
     "site_weight",
     "values_left_out",
 ]

@@ -93,9 +93,10 @@ def from_memory(
 
 
 def has_head(model: nn.Module) -> bool:
-    """Does the model declare a linear output head, so that it predicts tokens?"""
+    """Does the model predict tokens: does it declare a linear output head, or that it has logits by other means?"""
     declared = getattr(model, "get_output_embeddings", None)
-    return declared is not None and isinstance(declared(), nn.Linear)
+    by_other_means = bool(getattr(model, "puts_out_logits", False))
+    return by_other_means or (declared is not None and isinstance(declared(), nn.Linear))
 
 
 #: torch dtype → canonical format name.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bitwright.errors import ModelError
+from bitwright.models.loaded import has_head
 from bitwright.search.output import Array
 from bitwright.search.progress import Stage
 from bitwright.search.text import TextSet
@@ -61,7 +63,8 @@ class Reference:
     #: Inputs of the output head, fp32 [sequences, length, hidden]; None where logits are more than the head's output.
     head_inputs: Tensor | None
     #: The head's own weight [vocabulary, hidden] and bias: a copy of the reference, whatever a plan does to the model.
-    head_weight: Tensor
+    #: None where no linear layer makes the logits.
+    head_weight: Tensor | None
     head_bias: Tensor | None
     #: An unchanged copy of the model, which computes the logits where `head_inputs` is None.
     model: nn.Module | None = None
@@ -73,7 +76,7 @@ class Reference:
 
     def logits(self, rows: slice) -> Tensor:
         """fp32 [sequences in rows, length, vocabulary]."""
-        if self.head_inputs is not None:
+        if self.head_inputs is not None and self.head_weight is not None:
             return F.linear(self.head_inputs[rows], self.head_weight, self.head_bias)
         assert self.model is not None
         return run_logits(self.model, self.text.input_ids[rows])
@@ -104,16 +107,16 @@ def run_reference(model: nn.Module, text: TextSet, stage: Stage, known_head_inpu
         known_head_inputs: the result of an earlier run on the same text; the model is then not run.
 
     Raises:
-        ModelError: the model has no linear head, or its logits are not finite.
+        ModelError: the model has no output head, or its logits are not finite.
     """
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    if not isinstance(head, nn.Linear):
+    if not has_head(model):
         raise ModelError(
             f"{type(model).__name__} has no linear output head, so there are no next-token distributions to compare; "
             "pass a causal language model"
         )
-    head_weight = head.weight.detach()
-    head_bias = None if head.bias is None else head.bias.detach()
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[operator]
+    head_weight = head.weight.detach() if isinstance(head, nn.Linear) else None
+    head_bias = head.bias.detach() if isinstance(head, nn.Linear) and head.bias is not None else None
     if known_head_inputs is not None:
         stage.advance(text.num_sequences)
         return Reference(text=text, head_inputs=known_head_inputs, head_weight=head_weight, head_bias=head_bias)
@@ -127,7 +130,11 @@ def run_reference(model: nn.Module, text: TextSet, stage: Stage, known_head_inpu
                 f"{text.source!r}; no plan can be compared with it: check the checkpoint (a bf16 model saved as fp16?)"
             )
         stage.advance(rows.stop - rows.start)
-        if len(captured) != 1 or not torch.equal(F.linear(captured[0], head_weight, head_bias), logits):
+        if (
+            head_weight is None
+            or len(captured) != 1
+            or not torch.equal(F.linear(captured[0], head_weight, head_bias), logits)
+        ):
             unchanged = copy.deepcopy(model)
             stage.advance(text.num_sequences - rows.stop)
             return Reference(text=text, head_inputs=None, head_weight=head_weight, head_bias=head_bias, model=unchanged)
@@ -136,18 +143,21 @@ def run_reference(model: nn.Module, text: TextSet, stage: Stage, known_head_inpu
 
 
 class _capture_input:
-    """Keeps the input of a module's calls while open."""
+    """Keeps the input of a module's calls while open; of no module, nothing."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module | None) -> None:
+        self._hooks = ExitStack()
         self._module = module
-        self._inputs: list[Tensor] = []
 
     def __enter__(self) -> list[Tensor]:
-        self._handle = self._module.register_forward_pre_hook(lambda _, args: self._inputs.append(args[0]))
-        return self._inputs
+        inputs: list[Tensor] = []
+        if self._module is not None:
+            handle = self._module.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+            self._hooks.callback(handle.remove)
+        return inputs
 
     def __exit__(self, *_: object) -> None:
-        self._handle.remove()
+        self._hooks.close()
 
 
 @torch.no_grad()
