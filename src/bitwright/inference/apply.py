@@ -9,6 +9,7 @@ is what was measured: nothing is calibrated again. All other codes follow from t
     column_scales   fp32 [K]; where the transform multiplies columns
     signs           int8 [K], ±1; where the transform rotates
     input_scale     fp32 []; where the scheme's activations are static
+    scale           fp32 [heads] or [1]; where a value scheme is static (`values.py`), scale_q and scale_k at q·k
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.errors import PlanError
+from bitwright.inference.counters import Counters
 from bitwright.inference.emulate import SiteRule, emulate
+from bitwright.inference.values import value_rules
 from bitwright.models.sites import Site
+from bitwright.models.value_sites import find_value_sites
 from bitwright.plan import Plan, SiteChoice
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS, QTensor, quantize
 from bitwright.quantize.fitted import Fitted
@@ -31,32 +35,44 @@ from bitwright.quantize.scheme import TensorScheme
 
 
 @contextmanager
-def emulate_plan(plan: Plan, model: nn.Module, sites: Sequence[Site]) -> Iterator[nn.Module]:
+def emulate_plan(
+    plan: Plan, model: nn.Module, sites: Sequence[Site], *, counters: Counters | None = None
+) -> Iterator[nn.Module]:
     """Run `model` as the plan says, for the time of the block.
+
+    Args:
+        plan: choices for weights and for values.
+        model: fp32; changed inside the block only.
+        sites: all weight sites of the model.
+        counters: counts of rounded and of overflowing numbers are added to it, by matrix or value site.
 
     Raises:
         PlanError: the plan names sites that the model lacks or has in another shape, or lacks the tensors of one.
     """
-    with emulate(model, sites, site_rules(plan, sites)):
+    rules = site_rules(plan, sites)
+    rounds_values = any(choice.kind != "weight" for choice in plan.sites)
+    values = value_rules(plan, find_value_sites(model)) if rounds_values else None
+    with emulate(model, sites, rules, values=values, counters=counters):
         yield model
 
 
 def site_rules(plan: Plan, sites: Sequence[Site]) -> dict[str, SiteRule]:
-    """Site name → rule, for every site that does not stay as it was loaded.
+    """Site name → rule, for every weight site that does not stay as it was loaded.
 
     Raises:
         PlanError: the plan names sites that the model lacks or has in another shape, or lacks the tensors of one.
         UnknownName: the plan chooses a scheme, rounding or transform that this version does not have.
     """
     known = {site.name: site for site in sites}
-    missing = [choice.name for choice in plan.sites if choice.name not in known]
+    chosen = [choice for choice in plan.sites if choice.kind == "weight"]
+    missing = [choice.name for choice in chosen if choice.name not in known]
     if missing:
         raise PlanError(
             f"the plan chooses for '{missing[0]}' ({len(missing)} such sites), which this model does not have; "
             f"load the model that the plan is for: {plan.model.name}"
         )
     rules = {}
-    for choice in plan.sites:
+    for choice in chosen:
         if choice.shape != known[choice.name].shape:
             raise PlanError(
                 f"the plan has '{choice.name}' as {list(choice.shape)}, but this model's is "

@@ -20,7 +20,7 @@ functions of `models/linear_calls.py`. Codes are found once a call: a choice sho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +28,10 @@ from torch import Tensor, nn
 
 from bitwright.errors import SchemeError
 from bitwright.inference.counters import Counters, Overflows, count_overflows
+from bitwright.inference.values import ValueRule, emulate_values
 from bitwright.models.linear_calls import LinearCalls, Matrix, Operation, matrices_of
 from bitwright.models.sites import Site
+from bitwright.models.value_sites import ValueSite
 from bitwright.quantize.fitted import UNCHANGED, Fitted
 from bitwright.quantize.scheme import TensorScheme
 from bitwright.quantize.static_scales import round_input
@@ -65,17 +67,19 @@ def emulate(
     sites: Sequence[Site],
     rules: Mapping[str, SiteRule],
     *,
+    values: Mapping[ValueSite, ValueRule] | None = None,
     in_place: bool = True,
     counters: Counters | None = None,
 ) -> Iterator[nn.Module]:
-    """Run `model` with other weights and rounded inputs at some sites.
+    """Run `model` with other weights, rounded inputs and rounded values at some sites.
 
     Args:
         model: fp32 model; changed inside the block only.
         sites: all sites of the model.
         rules: site name → what it runs with; sites without an entry keep what they have.
+        values: value site → what its values are rounded to (`values.py`).
         in_place: replace the weights once; False computes them anew on every call and keeps nothing.
-        counters: counts of rounded and of overflowing inputs are added to it, matrix by matrix.
+        counters: counts of rounded and of overflowing numbers are added to it, by matrix or value site.
 
     Raises:
         SchemeError: rows of one fused matrix ask for different roundings of their one input.
@@ -107,10 +111,11 @@ def emulate(
                 originals[matrix.parameter] = parameter.data
                 parameter.data = parameter.data.clone()
             _write_rows(_stored(model, matrix), matrix, rules)
-        if not watched:
-            yield model
-            return
-        with LinearCalls(model, [site for matrix in watched for site in matrix.sites], handle):
+        with ExitStack() as stack:
+            if watched:
+                stack.enter_context(LinearCalls(model, [site for matrix in watched for site in matrix.sites], handle))
+            if values:
+                stack.enter_context(emulate_values(model, values, sites=sites, counters=counters))
             yield model
     finally:
         for name, original in originals.items():

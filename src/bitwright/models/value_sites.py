@@ -47,6 +47,18 @@ PARTS: Mapping[str, tuple[str, Literal["activation", "state"]]] = {
     "residual": ("residual", "activation"),
     "logits": ("router", "activation"),
 }
+#: Part → operands that are rounded there; "y" where a part is not listed.
+OPERANDS: Mapping[str, tuple[str, ...]] = {
+    "k_cache": ("k",),
+    "v_cache": ("v",),
+    "qk": ("q", "k"),
+    "softmax": ("p",),
+    "softmax_sum": ("sum",),
+    "pv": ("p", "v"),
+    "output": ("o",),
+    "norm": ("input", "output"),
+    "residual": ("h",),
+}
 #: Parts whose last dimension is the text's length (or one number), so that a site has heads but no width.
 _PER_HEAD_ONLY = frozenset({"softmax", "softmax_sum"})
 #: Tokens that the model is run on to see its values.
@@ -79,6 +91,11 @@ class ValueSite:
     def part(self) -> str:
         """What of the module it is: the end of the name."""
         return self.name.rpartition(":")[2]
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the values that are rounded there."""
+        return OPERANDS.get(self.part, ("y",))
 
     @property
     def width(self) -> int:

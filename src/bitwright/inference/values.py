@@ -1,0 +1,156 @@
+"""Running a model with rounded values: what attention multiplies, what a cache keeps, what an MLP and a norm give.
+
+    with emulate_values(model, {site: ValueRule(scheme=VALUE_SCHEMES["fp8_e4m3_token"])}):
+        model.generate(input_ids)
+
+Values are rounded where they arise (`models/value_calls.py`, `models/attention_calls.py` for the order of attention's
+arithmetic) and everything else stays fp32. A key or value is rounded once, when it is written to a cache; without a
+cache all of them are, before they are read. So a whole text in one pass and the same text token by token see the same
+keys, as long as scales do not reach over several tokens. Keys under scales per channel are rounded when their group of
+tokens is full, and are whole until then: generation sees the latest few unrounded, one pass over a text sees them so
+only behind its last full group.
+
+Overflows are counted before the cast, as with inputs of matrices (`counters.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bitwright.errors import PlanError
+from bitwright.inference.counters import Counters, Overflows
+from bitwright.models.sites import Site
+from bitwright.models.value_calls import ATTENTION_PARTS, ValueCalls
+from bitwright.models.value_sites import ValueSite
+from bitwright.plan import Plan
+from bitwright.quantize import VALUE_SCHEMES
+from bitwright.quantize.static_scales import overflows
+from bitwright.quantize.value_rounding import round_values, spread, static_scale
+from bitwright.quantize.value_scheme import OPERAND_BOUNDS, ValueScheme
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ValueRule:
+    """What one value site runs with."""
+
+    scheme: ValueScheme
+    #: Operand → static scale, fp32 [heads] or [1]; those whose range is known need none.
+    scales: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def scale(self, operand: str) -> Tensor | None:
+        """The static scale of an operand; None where it is found on every call, or there is none."""
+        if not self.scheme.static:
+            return None
+        if operand in OPERAND_BOUNDS:
+            return static_scale(self.scheme, operand, torch.ones(1))
+        return self.scales[operand]
+
+
+@contextmanager
+def emulate_values(
+    model: nn.Module,
+    rules: Mapping[ValueSite, ValueRule],
+    *,
+    sites: Iterable[Site] | None = None,
+    counters: Counters | None = None,
+) -> Iterator[nn.Module]:
+    """Run `model` with the values of some sites rounded, for the time of the block.
+
+    Args:
+        model: fp32, eager.
+        rules: value site → what it runs with; sites without an entry keep what they have.
+        sites: the model's weight sites, if they are known already.
+        counters: counts of rounded and of overflowing values are added to it, site by site.
+    """
+    by_name = {site.name: rule for site, rule in rules.items()}
+
+    def rounded(name: str, operand: str, value: Tensor) -> Tensor:
+        rule = by_name.get(name)
+        if rule is None:
+            return value
+        scale = rule.scale(operand)
+        if counters is not None:
+            counters[name] = counters.get(name, Overflows()) + _count(name, value, rule.scheme, scale)
+        return round_values(value, rule.scheme, scale)
+
+    if not rules:
+        yield model
+        return
+    groups = {name: rule.scheme.group_tokens for name, rule in by_name.items()}
+    with ValueCalls(model, rounded, names=by_name, groups=groups, sites=sites):
+        yield model
+
+
+def value_rules(plan: Plan, sites: Iterable[ValueSite]) -> dict[ValueSite, ValueRule]:
+    """Rules of the value sites that a plan rounds.
+
+    Raises:
+        PlanError: the plan names value sites that the model lacks, or lacks the scales of one.
+        UnknownName: the plan chooses a value scheme that this version does not have.
+    """
+    known = {site.name: site for site in sites}
+    rules = {}
+    for choice in plan.sites:
+        if choice.kind == "weight" or choice.scheme == "as_loaded":
+            continue
+        site = known.get(choice.name)
+        if site is None:
+            raise PlanError(
+                f"the plan rounds values at '{choice.name}', which this model does not have; load the model that the "
+                f"plan is for: {plan.model.name}"
+            )
+        scheme = VALUE_SCHEMES[choice.scheme]
+        scales = {operand: _stored(plan.tensors, site, operand, scheme) for operand in scaled_operands(site, scheme)}
+        rules[site] = ValueRule(scheme=scheme, scales=scales)
+    return rules
+
+
+def scaled_operands(site: ValueSite, scheme: ValueScheme) -> tuple[str, ...]:
+    """Operands whose static scales a plan has to keep."""
+    return tuple(o for o in site.operands if o not in OPERAND_BOUNDS) if scheme.static else ()
+
+
+def value_tensors_of(site: ValueSite, rule: ValueRule) -> dict[str, np.ndarray]:
+    """What a plan keeps of a value site: "<site>/scale", or one with the operand's name each, fp32 [heads] or [1]."""
+    operands = scaled_operands(site, rule.scheme)
+    return {
+        _tensor_name(site, operand, rule.scheme): rule.scales[operand].cpu().numpy().astype(np.float32)
+        for operand in operands
+    }
+
+
+def _tensor_name(site: ValueSite, operand: str, scheme: ValueScheme) -> str:
+    alone = len(scaled_operands(site, scheme)) == 1
+    return f"{site.name}/scale" if alone else f"{site.name}/scale_{operand}"
+
+
+def _stored(tensors: Mapping[str, np.ndarray], site: ValueSite, operand: str, scheme: ValueScheme) -> Tensor:
+    name = _tensor_name(site, operand, scheme)
+    found = tensors.get(name)
+    if found is None or found.ndim != 1:
+        raise PlanError(
+            f"the plan's tensors hold no '{name}' of one dimension, which value scheme '{scheme.name}' needs; the "
+            "folder's tensors.safetensors is from another plan: make the plan again"
+        )
+    return torch.from_numpy(found.astype(np.float32))
+
+
+def _count(name: str, x: Tensor, scheme: ValueScheme, scale: Tensor | None) -> Overflows:
+    beyond = overflows(x, scheme.values, None if scale is None else spread(scale, x))
+    in_heads = name.rpartition(":")[2] in ATTENTION_PARTS
+    num_tokens = x.numel() // max(1, x.shape[-1]) // (x.shape[1] if in_heads else 1)
+    if beyond is None:
+        return Overflows(num_values=x.numel(), num_tokens=num_tokens)
+    by_token = beyond.transpose(1, 2).flatten(2) if in_heads else beyond
+    return Overflows(
+        num_values=x.numel(),
+        num_overflows=int(beyond.sum()),
+        num_tokens=num_tokens,
+        num_overflowed_tokens=int(by_token.any(-1).sum()),
+    )
