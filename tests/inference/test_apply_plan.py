@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bitwright.errors import PlanError, UnknownName
-from bitwright.inference import emulate_plan, site_rules, tensors_of
+from bitwright.inference import SiteRule, emulate, emulate_plan, input_tensors_of, site_rules, tensors_of
 from bitwright.models.sites import Site, find_sites, site_weight
 from bitwright.plan import (
     Budget,
@@ -23,8 +23,9 @@ from bitwright.plan import (
     load_plan,
     write_plan,
 )
-from bitwright.quantize import ROUNDINGS, SCHEMES, QTensor, fake_quantize
+from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS, QTensor, fake_quantize
 from bitwright.quantize.moment import InputMoment
+from bitwright.quantize.static_scales import find_static_scale
 
 IDS = torch.arange(22).reshape(2, 11) * 7 % 260
 HASH = "ab" * 32
@@ -212,3 +213,72 @@ def test_a_transform_from_a_newer_program_is_not_skipped(make_tiny_model: Callab
     site = decoder(model)[0]
     with pytest.raises(UnknownName, match="unheard_of"):
         site_rules(plan_of([choice(site, "int4_g64", transform="unheard_of")]), find_sites(model))
+
+
+class Seen:
+    """Inputs with a few large columns, as transforms look at them."""
+
+    def __init__(self, columns: int) -> None:
+        self.x_TK = torch.randn(60, columns, generator=torch.Generator().manual_seed(columns))
+        self.x_TK[:, ::13] *= 40
+        self.token_weights_T = None
+
+
+@pytest.mark.parametrize(
+    ("scheme_name", "transform_name"),
+    [("int8_static", "smoothquant"), ("fp8_static", "none"), ("int4_g32", "awq"), ("int4_g32", "hadamard")],
+)
+def test_transforms_and_static_scales_come_back_from_the_plan_bit_for_bit(
+    make_tiny_model: Callable[..., Any], tmp_path: Path, scheme_name: str, transform_name: str
+) -> None:
+    model = make_tiny_model("llama")
+    sites, scheme = find_sites(model), SCHEMES[scheme_name]
+    weights = scheme.weights
+    assert weights is not None
+    tensors: dict[str, np.ndarray] = {}
+    rules = {}
+    for site in decoder(model):
+        seen = Seen(site.shape[1])
+        fitted = TRANSFORMS[transform_name].fit(site_weight(model, site).contiguous(), scheme, seen)
+        scale = None
+        if scheme.static_activations:
+            assert scheme.activations is not None
+            scale = find_static_scale(fitted.input(seen.x_TK), scheme.activations)
+        tensors |= input_tensors_of(site.name, fitted, scale)
+        rules[site.name] = SiteRule(
+            quantize_weight=lambda w, fitted=fitted: fake_quantize(fitted.weight(w), weights),  # type: ignore[misc]
+            activations=scheme.activations,
+            transform=fitted,
+            input_scale=scale,
+        )
+    chosen = [choice(site, scheme_name, transform=transform_name) for site in decoder(model)]
+    write_plan(plan_of(chosen, tensors), tmp_path / "plan")
+    with emulate(model, sites, rules):
+        expected = model(IDS).logits
+    with emulate_plan(load_plan(tmp_path / "plan"), model, sites):
+        assert torch.equal(model(IDS).logits, expected)
+    assert not torch.equal(model(IDS).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "transform", "part", "because"),
+    [
+        ("int8_static", "smoothquant", "column_scales", "transform 'smoothquant' needs them"),
+        ("int8_static", "smoothquant", "input_scale", "scheme 'int8_static' has static activations"),
+        ("int4_g32", "hadamard", "signs", "transform 'hadamard' needs them"),
+    ],
+)
+def test_missing_transforms_and_static_scales_are_refused(
+    make_tiny_model: Callable[..., Any], scheme: str, transform: str, part: str, because: str
+) -> None:
+    model = make_tiny_model("llama")
+    site = decoder(model)[0]
+    fitted = TRANSFORMS[transform].fit(site_weight(model, site), SCHEMES[scheme], Seen(site.shape[1]))
+    tensors = input_tensors_of(site.name, fitted, torch.tensor(0.1))
+    chosen = [choice(site, scheme, transform=transform)]
+    assert site_rules(plan_of(chosen, tensors), find_sites(model))
+    key = f"{site.name}/{part}"
+    message = refusal(plan_of(chosen, {k: v for k, v in tensors.items() if k != key}), model)
+    assert f"no {part} for '{site.name}'" in message and because in message
+    message = refusal(plan_of(chosen, tensors | {key: np.ones(3, dtype=np.float32)}), model)
+    assert f"{part} of shape [3] instead of" in message

@@ -42,7 +42,8 @@ class Trial:
     def of(weight_NK: Tensor, x_TK: Tensor, token_weights_T: Tensor | None, scheme: Scheme) -> Trial:
         """Take every n-th row and token."""
         every_row = -(-weight_NK.shape[0] // NUM_ROWS)
-        every_token = -(-x_TK.shape[0] // NUM_TOKENS)
+        # an odd stride meets all places of sequences, whose lengths are even
+        every_token = -(-x_TK.shape[0] // NUM_TOKENS) | 1
         weights_T = torch.ones(x_TK.shape[0]) if token_weights_T is None else token_weights_T
         return Trial(
             weight_NK=weight_NK[::every_row],
