@@ -8,7 +8,7 @@ import pytest
 
 from bitwright import hardware
 from bitwright.cli import main
-from bitwright.hardware import profile
+from bitwright.hardware import bench, profile
 
 
 def test_the_list_names_every_device(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,9 +38,9 @@ def test_an_unknown_device_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_profile_is_written_and_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    effort = profile.Effort(shapes=((64, 64, 64),), streamed_bytes=2**16, slice_s=0.001)
+    effort = bench.Effort(shapes=((64, 64, 64),), streamed_bytes=2**16, slice_s=0.001)
     monkeypatch.setattr(profile, "_effort", lambda *, gpu, quick: effort)
-    monkeypatch.setattr(profile, "_MATVEC", (256, 128))
+    monkeypatch.setattr(bench, "MATVEC", (256, 128))
     out = tmp_path / "here.toml"
     assert main(["hardware", "profile", "--quick", "--out", str(out), "--name", "lab"]) == 0
     assert f"wrote {out}" in capsys.readouterr().err.replace("\n", "")

@@ -10,15 +10,15 @@ import pytest
 
 from bitwright import hardware
 from bitwright.errors import HardwareError
-from bitwright.hardware import profile
+from bitwright.hardware import bench, profile
 
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small matrices, no repeats beyond the least: what is tested is the bookkeeping."""
-    effort = profile.Effort(shapes=((64, 64, 64), (32, 128, 64)), streamed_bytes=2**16, slice_s=0.001)
+    effort = bench.Effort(shapes=((64, 64, 64), (32, 128, 64)), streamed_bytes=2**16, slice_s=0.001)
     monkeypatch.setattr(profile, "_effort", lambda *, gpu, quick: effort)
-    monkeypatch.setattr(profile, "_MATVEC", (256, 128))
+    monkeypatch.setattr(bench, "MATVEC", (256, 128))
 
 
 @pytest.mark.usefixtures("tiny")
@@ -40,13 +40,13 @@ def test_a_profile_is_a_device_file(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("tiny")
 def test_a_loop_for_reference_is_skipped_and_the_reason_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    product = profile._Bench.product
+    product = bench.Bench.product
 
-    def with_a_slow_int8(bench: profile._Bench, name: str, m: int, n: int, k: int) -> Callable[[], object]:
-        multiply = product(bench, name, m, n, k)
+    def with_a_slow_int8(self: bench.Bench, name: str, m: int, n: int, k: int) -> Callable[[], object]:
+        multiply = product(self, name, m, n, k)
         return (lambda: (time.sleep(0.1), multiply())) if name == "int8" else multiply
 
-    monkeypatch.setattr(profile._Bench, "product", with_a_slow_int8)
+    monkeypatch.setattr(bench.Bench, "product", with_a_slow_int8)
     measured = profile.measure(name="here")
     assert "less than a tenth" in measured.skipped["int8"]
     assert "int8" not in measured.device.matmul_tflops
@@ -63,9 +63,9 @@ def test_jobs_cover_what_a_device_file_needs() -> None:
 def test_products_multiply_what_they_say() -> None:
     import torch
 
-    bench = profile._Bench(gpu=False, effort=profile.Effort(shapes=(), streamed_bytes=64, slice_s=0.0))
+    runner = bench.Bench(gpu=False, effort=bench.Effort(shapes=(), streamed_bytes=64, slice_s=0.0))
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("int8", torch.int32)):
-        product = bench.product(name, 32, 16, 64)()
+        product = runner.product(name, 32, 16, 64)()
         assert isinstance(product, torch.Tensor)
         assert product.dtype == dtype and product.shape == (32, 16)
 
