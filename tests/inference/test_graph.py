@@ -1,0 +1,182 @@
+"""A plan as a change of a program: what comes out computes what emulation does, wherever it is taken."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from plain_models import IDS, tiny_gpt
+from small_plans import choice, plan_of, uniform_plan
+from torch import Tensor, nn
+
+from bitwright.errors import PlanError
+from bitwright.inference import emulate_plan
+from bitwright.inference.graph import apply_to_program
+from bitwright.models.graph_sites import find_graph_sites
+from bitwright.models.sites import Site, find_sites
+from bitwright.quantize import fake_quantize
+from bitwright.quantize.schemes.integer import SCHEMES as INTEGER_SCHEMES
+
+OTHER_IDS = torch.arange(45).reshape(3, 15) * 11 % 260
+#: Scheme and part of a transform: weights alone, inputs per token, under one static scale, in blocks; changed before.
+CHOICES = [
+    ("int4_g32", None),
+    ("fp8", None),
+    ("int8_static", None),
+    ("mxfp4", None),
+    ("bf16", None),
+    ("int8", "signs"),
+    ("fp8_static", "column_scales"),
+    ("int4_g32", "signs"),
+]
+
+
+class Case:
+    """A model, its sites, and its program with free batch and length."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        auto = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.AUTO}
+        self.sites: tuple[Site, ...]
+        if hasattr(model, "config"):
+            kwargs = {"input_ids": IDS, "use_cache": False}
+            shapes = {"input_ids": auto, "use_cache": None}
+            self.program = torch.export.export(model, (), kwargs, dynamic_shapes=shapes, strict=False)
+            self.sites = find_sites(model)
+        else:
+            self.program = torch.export.export(model, (IDS,), dynamic_shapes=(auto,), strict=False)
+            self.sites = find_graph_sites(model, (IDS,)).weights
+
+    def run(self, module: Any, ids: Tensor = IDS) -> Tensor:
+        if hasattr(self.model, "config"):
+            logits: Tensor = module(input_ids=ids, use_cache=False).logits
+            return logits
+        found: Tensor = module(ids)
+        return found
+
+
+@pytest.fixture(scope="module")
+def case_of(make_tiny_model: Callable[..., Any]) -> Callable[[str], Case]:
+    return functools.cache(lambda name: Case(tiny_gpt() if name == "plain" else make_tiny_model(name)))
+
+
+@pytest.mark.parametrize("name", ["llama", "plain"])
+@pytest.mark.parametrize(("scheme", "part"), CHOICES)
+def test_the_program_computes_what_emulation_does(
+    case_of: Callable[[str], Case], name: str, scheme: str, part: str | None
+) -> None:
+    case = case_of(name)
+    plan = uniform_plan(case.sites, scheme, part)
+    planned = apply_to_program(plan, case.program).module()
+    for ids in (IDS, OTHER_IDS):
+        with emulate_plan(plan, case.model, case.sites):
+            expected = case.run(case.model, ids)
+        assert not torch.allclose(expected, case.run(case.model, ids), atol=1e-3)
+        assert torch.equal(case.run(planned, ids), expected)
+
+
+@pytest.mark.parametrize(("scheme", "part"), [("fp8", "signs"), ("int4_g32", None)])
+def test_rows_of_a_transposed_fused_matrix_and_a_tied_head(
+    case_of: Callable[[str], Case], scheme: str, part: str | None
+) -> None:
+    case = case_of("gpt2")
+    plan = uniform_plan(case.sites, scheme, part, ends=True)
+    with emulate_plan(plan, case.model, case.sites):
+        expected = case.run(case.model)
+    assert torch.equal(case.run(apply_to_program(plan, case.program).module()), expected)
+
+
+def test_the_given_program_stays_as_it_was(case_of: Callable[[str], Case]) -> None:
+    case = case_of("plain")
+    before = [str(node.format_node()) for node in case.program.graph.nodes]
+    reference = case.run(case.model)
+    planned = apply_to_program(uniform_plan(case.sites, "fp8"), case.program)
+    assert [str(node.format_node()) for node in case.program.graph.nodes] == before
+    assert torch.equal(case.run(case.program.module()), reference)
+    rounded = [node for node in planned.graph.nodes if "bitwright" in str(node.target)]
+    # q, k and v of a block read one input, which is rounded once: qkv, out, fc1, fc2
+    assert len(rounded) == 2 * 4
+    assert set(planned.state_dict) == set(case.program.state_dict)
+
+
+@pytest.mark.parametrize(("scheme", "part"), [("mxfp4", None), ("int8_static", "column_scales")])
+def test_a_planned_program_survives_saving(case_of: Callable[[str], Case], scheme: str, part: str | None) -> None:
+    case = case_of("plain")
+    planned = apply_to_program(uniform_plan(case.sites, scheme, part), case.program)
+    file = io.BytesIO()
+    torch.export.save(planned, file)
+    file.seek(0)
+    loaded = torch.export.load(file)
+    for ids in (IDS, OTHER_IDS):
+        assert torch.equal(case.run(loaded.module(), ids), case.run(planned.module(), ids))
+
+
+def test_a_planned_program_can_be_compiled(case_of: Callable[[str], Case]) -> None:
+    case = case_of("plain")
+    planned = apply_to_program(uniform_plan(case.sites, "fp8"), case.program).module()
+    compiled = torch.compile(planned, backend="aot_eager", fullgraph=True)
+    assert torch.allclose(case.run(compiled), case.run(planned), atol=1e-5)
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(ids).log_softmax(-1)
+
+
+def test_a_module_around_the_model_may_be_exported(case_of: Callable[[str], Case]) -> None:
+    case = case_of("plain")
+    plan = uniform_plan(case.sites, "int8", ends=True)
+    program = torch.export.export(Around(case.model), (IDS,), strict=False)
+    with emulate_plan(plan, case.model, case.sites):
+        expected = case.run(case.model).log_softmax(-1)
+    assert torch.equal(apply_to_program(plan, program).module()(IDS), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch copies its own deprecated class
+def test_decomposed_programs_take_plans_that_round_weights(case_of: Callable[[str], Case]) -> None:
+    case = case_of("plain")
+    core = torch.export.export(case.model, (IDS,), strict=False).run_decompositions()
+    plan = uniform_plan(case.sites, "int4_g32")
+    with emulate_plan(plan, case.model, case.sites):
+        expected = case.run(case.model)
+    assert torch.allclose(apply_to_program(plan, core, case.sites).module()(IDS), expected, atol=1e-5)
+    with pytest.raises(PlanError, match=r"'blocks.0.attn.wq', 'blocks.1.attn.wq', which .* pass its sites"):
+        apply_to_program(plan, core)
+    with pytest.raises(PlanError, match=r"'blocks.0.attn.wq', 'blocks.1.attn.wq', for which this program has no place"):
+        apply_to_program(uniform_plan(case.sites, "fp8"), core, case.sites)
+
+
+def test_a_plan_for_another_model_is_refused(case_of: Callable[[str], Case]) -> None:
+    plan = uniform_plan(case_of("llama").sites, "int4_g32")
+    with pytest.raises(
+        PlanError, match=r"'model.layers.0.self_attn.q_proj'.* and 10 more, which this program does not have"
+    ):
+        apply_to_program(plan, case_of("plain").program)
+
+
+def test_values_without_a_place_are_refused_by_name(case_of: Callable[[str], Case]) -> None:
+    case = case_of("plain")
+    site = case.sites[0]
+    cache = choice(site, "kv_int8", name="blocks.0.attn:k_cache", kind="state", role="kv_cache")
+    with pytest.raises(PlanError, match=r"values at 'blocks\.0\.attn:k_cache'"):
+        apply_to_program(plan_of([cache]), case.program)
+
+
+def test_rounded_inputs_are_seen_where_the_product_is() -> None:
+    linear = nn.Linear(32, 8, bias=False).requires_grad_(False)
+    sequence = nn.Sequential(linear)
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    program = torch.export.export(sequence, (x,), strict=False)
+    plan = plan_of([choice(site, "int8") for site in find_sites(sequence)])
+    scheme = next(scheme for scheme in INTEGER_SCHEMES if scheme.name == "int8")
+    assert scheme.weights is not None and scheme.activations is not None
+    expected = nn.functional.linear(fake_quantize(x, scheme.activations), fake_quantize(linear.weight, scheme.weights))
+    assert torch.equal(apply_to_program(plan, program).module()(x), expected)
