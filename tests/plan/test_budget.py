@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from bitwright.errors import BudgetError
 from bitwright.plan import (
     Budget,
+    Workload,
     default_objective,
     parse_bytes,
     parse_ratio,
@@ -64,11 +65,18 @@ def test_ratios_refused(text: str):
         parse_ratio(text)
 
 
-@pytest.mark.parametrize("name", ["max_kl", "max_ppl_increase", "max_memory_bytes", "effective_bits"])
-@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "4", True])
+@pytest.mark.parametrize("name", list(Budget.model_fields))
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, "4", True])
 def test_impossible_limits_name_the_limit(name: str, value: object):
     with pytest.raises(BudgetError, match=name):
         Budget(**{name: value})
+
+
+def test_only_an_overflow_risk_may_be_zero():
+    assert Budget(max_overflow_risk=0).limits == {"max_overflow_risk": 0}
+    for name in Budget.model_fields.keys() - {"max_overflow_risk"}:
+        with pytest.raises(BudgetError, match=name):
+            Budget(**{name: 0})
 
 
 def test_more_bits_than_any_weight_has():
@@ -82,6 +90,8 @@ def test_objective_follows_from_the_limits():
     assert default_objective(Budget(effective_bits=4.8))[0] == "kl"
     assert default_objective(Budget(max_memory_bytes=1e9))[0] == "kl"
     assert default_objective(Budget(max_kl=0.1, effective_bits=4.8))[0] == "kl"
+    objective, reason = default_objective(Budget(latency_sla_s=0.01, max_memory_bytes=1e9))
+    assert objective == "kl" and reason == "the size and the time are limited: the best quality that fits"
 
 
 def test_no_limit_becomes_the_stated_one():
@@ -105,8 +115,24 @@ def test_asked_for_objective_stays():
         (Budget(max_kl=0.1), "kl"),
         (Budget(), "kl"),
         (Budget(max_kl=0.1), "speed"),
+        (Budget(latency_sla_s=1.0), "latency"),
+        (Budget(max_overflow_risk=0.0), "memory"),
     ],
 )
 def test_contradictions(budget: Budget, objective: str):
     with pytest.raises(BudgetError, match="objective"):
         settle_budget(budget, objective)
+
+
+def test_device_memory_needs_a_context():
+    budget = Budget(device_memory_bytes=2**30)
+    with pytest.raises(BudgetError, match="add context"):
+        settle_budget(budget)
+    assert settle_budget(budget, workload=Workload(context=128)).objective == "kl"
+
+
+@pytest.mark.parametrize("field", ["context", "batch"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "8", True])
+def test_impossible_workloads_name_the_field(field: str, value: object):
+    with pytest.raises(BudgetError, match=f"{field} must be a whole number"):
+        Workload(**{field: value})

@@ -16,7 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitwright.errors import PlanError
-from bitwright.plan import Plan, Prediction, Run, load_plan, parse_plan, raise_if_not_replaceable, write_plan
+from bitwright.plan import (
+    SCHEMA_VERSION,
+    Plan,
+    Prediction,
+    Run,
+    Workload,
+    load_plan,
+    parse_plan,
+    raise_if_not_replaceable,
+    write_plan,
+)
 from bitwright.plan.canonical import canonical_json, hash_json
 
 finite = st.floats(allow_nan=False, allow_infinity=False, width=64, min_value=-1e12, max_value=1e12)
@@ -176,9 +186,38 @@ def test_missing(tmp_path: Path):
 
 
 def test_newer_schema(folder: Path):
-    rewritten(folder, schema_version=2)
-    with pytest.raises(PlanError, match="schema version 2, and this bitwright reads up to 1; upgrade"):
+    rewritten(folder, schema_version=SCHEMA_VERSION + 1)
+    with pytest.raises(PlanError, match=f"and this bitwright reads up to {SCHEMA_VERSION}; upgrade"):
         load_plan(folder)
+
+
+#: Written by the version of this program that wrote schema 1.
+SCHEMA_1 = Path(__file__).with_name("plan_of_schema_1.json")
+
+
+def test_a_plan_of_the_first_schema_is_read_in_this_one():
+    old = json.loads(SCHEMA_1.read_text(encoding="utf-8"))
+    plan = load_plan(SCHEMA_1)
+    assert plan.schema_version == SCHEMA_VERSION
+    assert [site.name for site in plan.sites] == [site["name"] for site in old["sites"]]
+    assert plan.budget.limits == {name: value for name, value in old["budget"].items() if value is not None}
+    assert plan.measured is not None and plan.measured.kl.mean == old["measured"]["kl"]["mean"]
+    assert plan.workload == Workload() and plan.uniform == () and plan.limit_studies == ()
+    assert parse_plan(plan.to_json()) == plan
+
+
+def test_an_old_plan_is_as_safe_as_a_new_one(tmp_path: Path):
+    """A changed byte breaks the content hash; with that mended, a changed choice breaks its own decision hash."""
+    changed = tmp_path / "plan.json"
+    text = SCHEMA_1.read_text(encoding="utf-8")
+    changed.write_text(text.replace('"scheme": "bf16"', '"scheme": "int8_w"', 1), encoding="utf-8")
+    with pytest.raises(PlanError, match="not what was written"):
+        load_plan(changed)
+    content = json.loads(changed.read_text(encoding="utf-8"))
+    del content["content_hash"]
+    changed.write_text(canonical_json({**content, "content_hash": hash_json(content)}), encoding="utf-8")
+    with pytest.raises(PlanError, match="decision_hash does not fit"):
+        load_plan(changed)
 
 
 @pytest.mark.parametrize("version", [0, -1, "1", True, None])

@@ -65,13 +65,12 @@ def problem(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Problem
 
 def run(problem: Problem, world: World, budget: Budget, objective: str = "memory") -> Mended:
     target = None if budget.max_kl is None else 0.9 * budget.max_kl
-    solution, _ = problem.solve(budget, objective, target)
     return mend(
         problem,
-        solution,
         world,
         budget=budget,
         objective=objective,
+        max_total_kl=target,
         seed=0,
         progress=Silent(),  # type: ignore[arg-type]
     )
@@ -118,10 +117,10 @@ def test_blame_finds_the_culprit(problem: Problem, monkeypatch: pytest.MonkeyPat
     world = World(problem, lambda name: 1.0 + excess if name == culprit.name else 1.0)
     mended = mend(
         problem,
-        solution,
         world,
         budget=budget,
         objective="memory",
+        max_total_kl=0.008,
         seed=0,
         progress=Silent(),  # type: ignore[arg-type]
     )
@@ -153,10 +152,10 @@ def test_perplexity_limits_hold_however_perplexity_moves(problem: Problem, ppl_p
     solution, _ = problem.solve(budget, "memory", 0.009)
     mended = mend(
         problem,
-        solution,
         world,
         budget=budget,
         objective="memory",
+        max_total_kl=0.009,
         seed=0,
         progress=Silent(),  # type: ignore[arg-type]
     )

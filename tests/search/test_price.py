@@ -22,7 +22,7 @@ Make = Callable[[str], tuple[LoadedModel, Prices]]
 def priced(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Make:
     def make(architecture: str) -> tuple[LoadedModel, Prices]:
         loaded = from_memory(make_tiny_model(architecture), tiny_tokenizer, name=architecture)
-        return loaded, price_model(loaded, find_sites(loaded.model))
+        return loaded, price_model(loaded, find_sites(loaded.model), device=hardware.get(DEVICE))
 
     return make
 
@@ -81,7 +81,7 @@ def test_fewer_bytes_decode_faster_and_never_below_the_bandwidth(priced: Make) -
     times = []
     for scheme in ("int4_g32", "int8_w", "bf16"):
         assignment = dict.fromkeys(names, Candidate(scheme=scheme))
-        latency = predict_latency(prices, assignment, device)
+        latency = predict_latency(prices, assignment)
         read = sum(prices.site_bytes(s, assignment[s.name]) for s in prices.sites if s.role != "embedding")
         assert latency.decode_s_per_token >= read / (device.memory_gb_per_s * 1e9) * (1 - 1e-9)
         assert latency.status == "predicted"

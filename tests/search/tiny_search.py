@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitwright import hardware
 from bitwright.models import Site, find_sites
 from bitwright.models.loaded import LoadedModel
 from bitwright.plan import Budget
@@ -105,9 +106,8 @@ def problem_of(loaded: LoadedModel, *, include_head: bool = False, seed: int = 0
     sites = find_sites(loaded.model)
     candidates = candidates_of(SCHEMES)
     return build_problem(
-        price_model(loaded, sites),
+        price_model(loaded, sites, device=hardware.get(DEVICE)),
         made_up_scores(sites, candidates, seed),
-        candidates,
         Correction(role_factors={}),
         include_head=include_head,
     )

@@ -1,33 +1,49 @@
 """What the user limits, and what is made small within it.
 
-Quality limits: ``max_kl`` (mean nats per token) and ``max_ppl_increase`` (a ratio: 0.01 = +1 %). Size limits:
-``max_memory_bytes`` (all weights) and ``effective_bits`` (stored bits per decoder linear weight). The objective is the
-axis that is not limited:
+    quality    max_kl (mean nats per token), max_ppl_increase (a ratio: 0.01 = +1 %)
+    size       max_memory_bytes (all weights), effective_bits and nominal_bits (per decoder linear weight, with and
+               without scales), device_memory_bytes (weights, KV cache, activations and workspace: all that must fit)
+    time       latency_sla_s (one decode step: the time between two tokens of a sequence), min_tokens_per_s (tokens of
+               all sequences of the batch together), prefill_sla_s (reading the prompts)
+    stability  max_overflow_risk (expected values beyond a format's range, before they are cast, per million values)
 
-    a quality limit only   → "memory": the smallest model that keeps the quality
-    a size limit, or both  → "kl": the best model that fits (spare bytes buy quality)
-    no limit at all        → max_kl = 0.02 and "memory"
+Any mix of them holds together. The objective is the axis that is not limited:
 
-0.02 nats per token is a fiftieth of a nat: at most about 2 % of perplexity where the two move together, and several
-times the KL of bf16 itself, so that it can be measured on a few thousand tokens.
+    quality limits only      → "memory": the smallest model that keeps the quality
+    any other limit, or both → "kl": the best model that fits (spare bytes and time buy quality)
+    no limit at all          → max_kl = 0.02 and "memory"
+
+"latency" is chosen by asking for it. 0.02 nats per token is a fiftieth of a nat: at most about 2 % of perplexity where
+the two move together, and several times the KL of bf16 itself, so that it can be measured on a few thousand tokens.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from pydantic import field_validator
 
 from bitwright.errors import BudgetError
 from bitwright.plan.canonical import Number
 from bitwright.plan.schema import Record
+from bitwright.plan.workload import Workload
 
-Objective = Literal["memory", "kl"]
+Objective = Literal["memory", "kl", "latency"]
 
 #: Nats per token; the limit that holds where the user gives none.
 DEFAULT_MAX_KL = 0.02
+
+#: Limits that are held against measurements.
+QUALITY_LIMITS = frozenset({"max_kl", "max_ppl_increase"})
+_TIME_LIMITS = frozenset({"latency_sla_s", "min_tokens_per_s", "prefill_sla_s"})
+#: What all other limits are about.
+_AXES = {
+    "the size": frozenset({"max_memory_bytes", "effective_bits", "nominal_bits", "device_memory_bytes"}),
+    "the time": _TIME_LIMITS,
+    "the overflow risk": frozenset({"max_overflow_risk"}),
+}
 
 _UNIT_BYTES = {
     "b": 1,
@@ -44,9 +60,10 @@ _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za
 
 
 class Budget(Record):
-    """The user's limits; None means no limit.
+    """The user's limits; None means no limit. What begins with ``min_`` is a lower limit, all others are upper ones.
 
-    Raises ``BudgetError`` for a limit that is no finite number above zero, or more than 32 bits.
+    Raises ``BudgetError`` for a limit that is no finite number above zero (only `max_overflow_risk` may be zero), or
+    more than 32 bits.
     """
 
     #: Mean KL(reference ‖ plan) on held-out text, nats per token.
@@ -57,6 +74,18 @@ class Budget(Record):
     max_memory_bytes: Number | None = None
     #: Stored bits of the decoder's linear weights ÷ their number.
     effective_bits: Number | None = None
+    #: The same without scales and zero points.
+    nominal_bits: Number | None = None
+    #: Bytes of weights, KV cache, activations and workspace under the plan's workload.
+    device_memory_bytes: Number | None = None
+    #: Seconds of one decode step under the plan's workload.
+    latency_sla_s: Number | None = None
+    #: Tokens per second that all sequences of the batch gain together in decoding.
+    min_tokens_per_s: Number | None = None
+    #: Seconds to read the prompts of the plan's workload.
+    prefill_sla_s: Number | None = None
+    #: Expected values beyond a format's range, before they are cast, per million values.
+    max_overflow_risk: Number | None = None
 
     @field_validator("*", mode="before")
     @classmethod
@@ -66,10 +95,12 @@ class Budget(Record):
         name = info.field_name
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise BudgetError(f"{name} must be a number, not {value!r}; leave it out for no limit")
-        if not math.isfinite(value) or value <= 0:
-            raise BudgetError(f"{name} must be a finite number above 0, not {value!r}; leave it out for no limit")
-        if name == "effective_bits" and value > 32:
-            raise BudgetError(f"effective_bits must be at most 32, not {value!r}; weights are never stored wider")
+        may_be_zero = name == "max_overflow_risk"
+        if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
+            rule = "a finite number of at least 0" if may_be_zero else "a finite number above 0"
+            raise BudgetError(f"{name} must be {rule}, not {value!r}; leave it out for no limit")
+        if name in ("effective_bits", "nominal_bits") and value > 32:
+            raise BudgetError(f"{name} must be at most 32, not {value!r}; weights are never stored wider")
         return value
 
     @property
@@ -82,8 +113,9 @@ class Budget(Record):
         return self.max_kl is not None or self.max_ppl_increase is not None
 
     @property
-    def limits_size(self) -> bool:
-        return self.max_memory_bytes is not None or self.effective_bits is not None
+    def limits_resources(self) -> bool:
+        """Whether anything but quality is limited: size, time or stability."""
+        return bool(self.limits.keys() - QUALITY_LIMITS)
 
 
 class SettledBudget(NamedTuple):
@@ -96,40 +128,63 @@ class SettledBudget(NamedTuple):
 
 def default_objective(budget: Budget) -> tuple[Objective, str]:
     """Return the objective that the limits imply, and the reason in one sentence."""
-    if budget.limits_size and budget.limits_quality:
-        return "kl", "size and quality are both limited: the best quality that fits, held against the quality limit"
-    if budget.limits_size:
-        return "kl", "the size is limited: the best quality that fits"
+    limited = _limited_axes(budget)
+    what = " and ".join(limited) + (" is" if len(limited) == 1 else " are") + " limited"
+    if budget.limits_resources and budget.limits_quality:
+        return "kl", f"{what}, and so is the quality: the best quality that fits, held against the quality limit"
+    if budget.limits_resources:
+        return "kl", f"{what}: the best quality that fits"
     return "memory", "the quality is limited: the smallest model that keeps it"
 
 
-def settle_budget(budget: Budget, objective: str | None = None) -> SettledBudget:
+def _limited_axes(budget: Budget) -> list[str]:
+    """What the resource limits are about, in plain words."""
+    return [title for title, names in _AXES.items() if budget.limits.keys() & names]
+
+
+def settle_budget(budget: Budget, objective: str | None = None, workload: Workload | None = None) -> SettledBudget:
     """Fill in what the user left open and refuse what contradicts itself.
 
-    Raises ``BudgetError`` for an unknown objective, "memory" without a quality limit beside a size limit, and "kl"
-    without a size limit (nothing would stop either from running to its end of the scale).
+    Raises ``BudgetError`` for an unknown objective, for "memory" or "latency" without a quality limit beside another
+    limit, for "kl" without a limit on anything else (nothing would stop them from running to the end of the scale),
+    and for device memory without a context.
     """
-    if objective not in (None, "memory", "kl"):
-        raise BudgetError(f"unknown objective {objective!r}; choose 'memory' (smallest model) or 'kl' (best quality)")
+    workload = workload if workload is not None else Workload()
+    if objective is not None and objective not in get_args(Objective):
+        raise BudgetError(
+            f"unknown objective {objective!r}; choose 'memory' (smallest model), 'kl' (best quality) or 'latency' "
+            "(fastest decoding)"
+        )
+    _raise_if_contradictory(budget, workload)
     if not budget.limits and objective != "kl":
+        aim = "fastest" if objective == "latency" else "smallest"
         return SettledBudget(
             Budget(max_kl=DEFAULT_MAX_KL),
-            "memory",
-            f"no limit was given: the smallest model within a KL of {DEFAULT_MAX_KL:g} nats per token",
+            cast(Objective, objective or "memory"),
+            f"no limit was given: the {aim} model within a KL of {DEFAULT_MAX_KL:g} nats per token",
         )
     if objective is None:
         return SettledBudget(budget, *default_objective(budget))
-    if objective == "memory" and not budget.limits_quality:
+    if objective != "kl" and not budget.limits_quality:
+        what = "the fewest bits" if objective == "memory" else "the fastest choice"
         raise BudgetError(
-            "the objective 'memory' with only a size limit contradicts itself: every site would take the fewest bits; "
+            f"the objective {objective!r} without a quality limit contradicts itself: every site would take {what}; "
             "add max_kl or max_ppl_increase, or choose the objective 'kl'"
         )
-    if objective == "kl" and not budget.limits_size:
+    if objective == "kl" and not budget.limits_resources:
         raise BudgetError(
-            "the objective 'kl' without a size limit contradicts itself: every site would take the most bits; "
-            "add max_memory or effective_bits, or choose the objective 'memory'"
+            "the objective 'kl' without a limit on size, time or stability contradicts itself: every site would take "
+            "the most bits; add max_memory or effective_bits, or choose the objective 'memory'"
         )
-    return SettledBudget(budget, "memory" if objective == "memory" else "kl", "asked for")
+    return SettledBudget(budget, cast(Objective, objective), "asked for")
+
+
+def _raise_if_contradictory(budget: Budget, workload: Workload) -> None:
+    if budget.device_memory_bytes is not None and workload.context is None:
+        raise BudgetError(
+            "device_memory without a context says nothing: the KV cache grows with it; add context (tokens kept per "
+            "sequence), or limit the weights alone with max_memory"
+        )
 
 
 def parse_bytes(text: str) -> float:

@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 
 from bitwright.errors import PlanError
 from bitwright.plan.canonical import canonical_json, hash_json, hash_tensors
+from bitwright.plan.old_schemas import upgrade_content
 from bitwright.plan.plan import SCHEMA_VERSION, Plan
 from bitwright.plan.schema import Run
 
@@ -182,7 +183,8 @@ def _move_into_place(assembled: Path, target: Path) -> None:
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan folder, or a ``plan.json`` (with the files beside it).
 
-    A ``plan.json`` that lies alone gives a plan without tensors only if it never had any.
+    A ``plan.json`` that lies alone gives a plan without tensors only if it never had any. A plan of an older schema
+    comes back in this one, and so with another ``content_hash``.
     Raises ``PlanError`` where the plan is missing, damaged, changed by hand, or from a newer schema.
     """
     given = Path(path)
@@ -239,14 +241,14 @@ def _validated(content: dict[str, Any], file: Path) -> Plan:
             f"'{file}' is not what was written (content_hash is {str(content.get('content_hash'))[:12]}…, the content "
             f"gives {actual[:12]}…); restore the file or make the plan again"
         )
-    fields = {key: value for key, value in hashed.items() if key != "decision_hash"}
+    fields = upgrade_content(hashed, file)
     try:
-        plan = Plan.model_validate(fields)
+        plan = Plan.model_validate({key: value for key, value in fields.items() if key != "decision_hash"})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise PlanError(f"'{file}' is no valid plan: {where}: {first['msg']}; make the plan again") from error
-    if hashed.get("decision_hash") != plan.decision_hash:
+    if version == SCHEMA_VERSION and hashed.get("decision_hash") != plan.decision_hash:
         raise PlanError(f"'{file}': decision_hash does not fit the sites and choices; make the plan again")
     return plan
 

@@ -27,20 +27,25 @@ from bitwright.plan.schema import (
     FrontierPoint,
     Latency,
     Limit,
+    LimitStudy,
     Measured,
     ModelInfo,
+    ParetoPoint,
     Prediction,
     Record,
     Repair,
+    RuledOut,
     Run,
     SearchOptions,
     SiteChoice,
     Summary,
     TextInfo,
+    UniformComparison,
 )
+from bitwright.plan.workload import Workload
 
 #: The version this program writes, and the newest it reads.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 #: Fields of a site that are its identity and the choice made there; the rest is evidence.
 _DECIDED_SITE_FIELDS = frozenset(
@@ -59,7 +64,7 @@ class Plan(Record):
     or ``met`` stands beside a missed limit.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     model: ModelInfo
     #: Canonical device name.
     hardware: str
@@ -67,6 +72,8 @@ class Plan(Record):
     hardware_reason: str = ""
     task: str
     budget: Budget
+    #: The context and the batch that bytes on the device and times are stated for.
+    workload: Workload = Workload()
     objective: Objective
     #: Why this objective: asked for, or which rule chose it.
     objective_reason: str = ""
@@ -82,7 +89,15 @@ class Plan(Record):
     measured: Measured | None = None
     limits: tuple[Limit, ...] = ()
     met: bool
+    #: Which limit binds, and what loosening it would buy.
+    limit_studies: tuple[LimitStudy, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
+    #: The front over quality, memory, latency and stability, where it was asked for.
+    pareto: tuple[ParetoPoint, ...] = ()
+    #: The plan against one scheme everywhere of the same size.
+    uniform: tuple[UniformComparison, ...] = ()
+    #: What the device or the engine does not have.
+    ruled_out: tuple[RuledOut, ...] = ()
     predictions: tuple[Prediction, ...] = ()
     repairs: tuple[Repair, ...] = ()
     latency: Latency | None = None
@@ -172,6 +187,7 @@ class Plan(Record):
                 "hardware": self.hardware,
                 "task": self.task,
                 "budget": self.budget.model_dump(mode="json"),
+                "workload": self.workload.model_dump(mode="json"),
                 "objective": self.objective,
                 "seed": self.seed,
                 "options": None if self.options is None else self.options.model_dump(mode="json"),

@@ -39,7 +39,6 @@ def draft_plan(
     settings: Settings,
     mended: Mended,
     predictions: Sequence[Prediction],
-    unreachable: str | None,
     quantizer: Quantizer,
     progress: Progress,
 ) -> Plan:
@@ -89,8 +88,8 @@ def draft_plan(
         frontier=_frontier(problem, assignment),
         predictions=tuple(predictions),
         repairs=mended.repairs,
-        latency=predict_latency(prices, assignment, settings.device),
-        notes=(*_notes(subject, assignment, settings, unreachable), *mended.notes),
+        latency=predict_latency(prices, assignment),
+        notes=(*_notes(subject, assignment, settings, mended.unreachable), *mended.notes),
         versions=_versions(),
     )
     return plan.attach(tensors=tensors)
@@ -113,7 +112,14 @@ def _site_choice(
         scheme=choice.scheme,
         rounding=choice.rounding,
         transform=choice.transform,
-        reason=reason_for(site, choice, mended, settings.objective, loaded_format, settings.include_head),
+        reason=reason_for(
+            site,
+            choice,
+            mended,
+            asked=(settings.budget, settings.objective),
+            loaded_format=loaded_format,
+            include_head=settings.include_head,
+        ),
         bytes=num_bytes,
         bits=8 * num_bytes / site.num_weights,
         predicted_kl=mended.problem.site_kl(site, choice),
@@ -138,8 +144,8 @@ def _frontier_point(problem: Problem, assignment: Assignment, chosen: bool) -> F
     )
 
 
-def _notes(subject: Subject, assignment: Assignment, settings: Settings, unreachable: str | None) -> list[str]:
-    notes = []
+def _notes(subject: Subject, assignment: Assignment, settings: Settings, unreachable: Sequence[str]) -> list[str]:
+    notes = list(subject.splits.notes)
     ragged: Counter[str] = Counter()
     for site in subject.sites:
         weights = SCHEMES[assignment[site.name].scheme].weights
@@ -153,10 +159,10 @@ def _notes(subject: Subject, assignment: Assignment, settings: Settings, unreach
         "group size that divides"
         for what, count in sorted(ragged.items())
     ]
-    if unreachable is not None:
+    if unreachable:
         keeps_ends = settings.budget.max_memory_bytes is not None and not settings.include_head
         notes.append(
-            f"no assignment of the allowed schemes is predicted to keep the {unreachable} limit; this plan is the "
+            f"no assignment of the allowed schemes is predicted to keep {' and '.join(unreachable)}; this plan is the "
             "nearest" + ("; --include-head makes embedding and head smaller too" if keeps_ends else "")
         )
     return notes

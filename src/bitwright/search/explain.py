@@ -2,49 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bitwright.models import Site
+from bitwright.plan import Budget
 from bitwright.search.candidate import Candidate
+from bitwright.search.limits import cost_quantity
 from bitwright.search.mend import Mended
 from bitwright.search.price import AS_LOADED, END_ROLES, KEPT_ROLES
-from bitwright.search.solve import undominated
+from bitwright.search.problem import Group
+from bitwright.search.solve import KL, Option, undominated
+
+_AIMS = {
+    "memory": "smallest model within the limit",
+    "latency": "fastest model within the limit",
+    "kl": "least KL within the limits",
+}
 
 
 def reason_for(
-    site: Site, choice: Candidate, mended: Mended, objective: str, loaded_format: str, include_head: bool
+    site: Site,
+    choice: Candidate,
+    mended: Mended,
+    *,
+    asked: tuple[Budget, str],
+    loaded_format: str,
+    include_head: bool,
 ) -> str:
-    """The reason of one site's choice: what the neighbouring choices would have cost or saved."""
-    if choice == AS_LOADED:
-        if site.role in END_ROLES and not include_head:
-            return f"kept in its loaded format ({loaded_format}): --include-head makes it a choice"
-        if site.role in KEPT_ROLES:
-            return f"kept in its loaded format ({loaded_format}): its error moves tokens between experts"
-        return (
-            f"kept in its loaded format ({loaded_format}): no calibration token reached it, so nothing is known of it"
-        )
+    """The reason of one site's choice: what the neighbouring choices would have cost or saved.
+
+    Args:
+        site, choice: the site and what it got.
+        mended: the problem, and what was raised after measuring.
+        asked: the budget and the objective.
+        loaded_format: what the checkpoint stores the site in.
+        include_head: whether embedding and head were in question.
+    """
+    if choice == AS_LOADED and not any(site in group.sites for group in mended.problem.groups):
+        return _why_kept(site, loaded_format, include_head)
     for repair in mended.repairs:
         if repair.site in (site.name, site.tied_group):
             return f"raised from {repair.from_scheme}: {repair.why}"
     problem = mended.problem
     group = next(group for group in problem.groups if site in group.sites)
-    chosen = group.option(choice.scheme)
-    ladder = undominated(group.options)
-    larger = [o for o in ladder if o.num_bytes > chosen.num_bytes]
-    smaller = [o for o in ladder if o.num_bytes < chosen.num_bytes]
+    cost = cost_quantity(asked[1], asked[0], problem.prices)
+    chosen = _chosen_option(group, [mended.assignment[s.name] for s in group.sites])
+    ladder = undominated(group.options, (cost, KL))
     parts = []
-    if larger:
-        up = larger[0]
-        parts.append(
-            f"{up.key} would save {chosen.kl - up.kl:.2g} nats for {_kib(up.num_bytes - chosen.num_bytes)} more"
-        )
-    if smaller:
-        down = smaller[-1]
-        parts.append(
-            f"{down.key} would save {_kib(chosen.num_bytes - down.num_bytes)} for {down.kl - chosen.kl:.2g} nats more"
-        )
-    aim = "smallest model within the limit" if objective == "memory" else "least KL within the size"
-    together = f" ({len(group.sites)} rows of one matrix decide together)" if len(group.sites) > 1 else ""
-    return f"part of the {aim}: " + ("; ".join(parts) or "the only usable choice") + together
+    more = [o for o in ladder if o.amount(cost) > chosen.amount(cost)]
+    less = [o for o in ladder if o.amount(cost) < chosen.amount(cost)]
+    if more:
+        difference = _spell(cost, more[0].amount(cost) - chosen.amount(cost))
+        parts.append(f"{more[0].key} would save {chosen.kl - more[0].kl:.2g} nats for {difference} more")
+    if less:
+        difference = _spell(cost, chosen.amount(cost) - less[-1].amount(cost))
+        parts.append(f"{less[-1].key} would save {difference} for {less[-1].kl - chosen.kl:.2g} nats more")
+    return f"part of the {_AIMS[asked[1]]}: {'; '.join(parts) or 'the only usable choice'}{_together(group)}"
 
 
-def _kib(num_bytes: int) -> str:
-    return f"{num_bytes / 1024:.{0 if num_bytes >= 10 * 1024 else 2}f} KiB"
+def _why_kept(site: Site, loaded_format: str, include_head: bool) -> str:
+    kept = f"kept in its loaded format ({loaded_format})"
+    if site.role in END_ROLES and not include_head:
+        return f"{kept}: --include-head makes it a choice"
+    if site.role in KEPT_ROLES:
+        return f"{kept}: its error moves tokens between experts"
+    return f"{kept}: no calibration token reached it, so nothing is known of it"
+
+
+def _chosen_option(group: Group, choices: Sequence[Candidate]) -> Option:
+    return next(option for option in group.options if group.choices[option.key] == tuple(choices))
+
+
+def _together(group: Group) -> str:
+    if len(group.sites) == 1:
+        return ""
+    one_matrix = len({site.tied_group for site in group.sites} - {None}) == 1 and group.sites[0].tied_group is not None
+    return f" ({len(group.sites)} {'rows of one matrix' if one_matrix else 'fused layers'} decide together)"
+
+
+def _spell(quantity: str, amount: float) -> str:
+    """A difference of a quantity in a unit of its own."""
+    if quantity.endswith("_bytes"):
+        return f"{amount / 1024:.{0 if amount >= 10 * 1024 else 2}f} KiB"
+    if quantity.endswith("_s"):
+        return f"{amount * 1e6:.3g} µs"
+    return f"{amount:.3g} {quantity.replace('_', ' ')}"

@@ -4,27 +4,28 @@ On the *repair* text, with the upper end of the measured interval as the figure 
 
     far off (more than 10 %)   the prediction of totals takes on the measurement, and the problem is solved again
     a little over              sites are raised by measured blame: the likeliest culprits are raised one at a time, the
-                               drop in KL is measured, and those with the largest drop per byte stay raised
+                               drop in KL is measured, and those with the largest drop per cost stay raised
     kept                       done; a plan that stays far below its limit is solved again once, towards it
 
-The *final* text is not touched here.
+Cost is what better quality is paid with: bytes, or seconds where time is made small. The *final* text is not touched
+here.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from bitwright.plan import Budget, Repair
 from bitwright.search.bootstrap import kl_estimate, ppl_ratio_estimate
 from bitwright.search.candidate import Candidate
+from bitwright.search.limits import cost_quantity
 from bitwright.search.measure import Meter
 from bitwright.search.output import Effects
 from bitwright.search.price import Assignment
 from bitwright.search.problem import Problem
 from bitwright.search.progress import Progress
-from bitwright.search.solve import Solution, undominated
+from bitwright.search.solve import KL, Option, Solution, undominated
 
 #: How often an assignment is measured whole, at most.
 MAX_ROUNDS = 5
@@ -50,6 +51,10 @@ class Mended:
     effects: Effects
     repairs: tuple[Repair, ...]
     notes: tuple[str, ...]
+    #: The mean KL that the solver was told to keep; None where quality is not limited.
+    max_total_kl: float | None = None
+    #: Limits that no assignment is predicted to keep.
+    unreachable: tuple[str, ...] = ()
 
 
 def quality_figures(effects: Effects, budget: Budget, seed: int) -> dict[str, tuple[float, float, float]]:
@@ -65,9 +70,28 @@ def quality_figures(effects: Effects, budget: Budget, seed: int) -> dict[str, tu
 
 
 def mend(
-    problem: Problem, solution: Solution, meter: Meter, *, budget: Budget, objective: str, seed: int, progress: Progress
+    problem: Problem,
+    meter: Meter,
+    *,
+    budget: Budget,
+    objective: str,
+    max_total_kl: float | None,
+    seed: int,
+    progress: Progress,
 ) -> Mended:
-    """Measure `solution` on the meter's text, and change it until the quality limits are kept or cannot be."""
+    """Solve, measure on the meter's text, and change the solution until the quality limits are kept or cannot be.
+
+    Args:
+        problem: what can be chosen.
+        meter: measures on the repair text.
+        budget, objective: what has to be kept, and what is made small.
+        max_total_kl: the mean KL that the first solution aims for, nats per token; None where quality is not limited.
+        seed: of the resampling.
+        progress: shows the stages.
+    """
+    with progress.stage("solve", 1) as stage:
+        solution, unreachable = problem.solve(budget, objective, max_total_kl)
+        stage.advance()
     num_sequences = meter.reference.text.num_sequences
     repairs: list[Repair] = []
     notes: list[str] = []
@@ -92,7 +116,9 @@ def mend(
         if not figures or last or (ratio <= 1 and (near or tightened or objective == "kl")):
             break
         if ratio <= 1 or ratio > 1 + FAR:
-            again, _ = problem.solve(budget, objective, _aim(effects.mean_kl, ratio))
+            aim = _aim(effects.mean_kl, ratio)
+            again, unreachable = problem.solve(budget, objective, aim)
+            max_total_kl = aim
             if again == solution:
                 break
             tightened = tightened or ratio <= 1
@@ -102,7 +128,7 @@ def mend(
             )
             solution, repairs = again, []
             continue
-        raised, made = _raise_by_blame(problem, solution, meter, effects, ratio, budget, progress)
+        raised, made = _raise_by_blame(problem, solution, meter, effects, ratio, (budget, objective), progress)
         if not made:
             break
         repairs = [*repairs, *made]
@@ -116,6 +142,8 @@ def mend(
         effects=effects,
         repairs=tuple(repairs),
         notes=tuple(notes),
+        max_total_kl=max_total_kl,
+        unreachable=unreachable,
     )
 
 
@@ -137,34 +165,34 @@ def _raise_by_blame(
     meter: Meter,
     effects: Effects,
     ratio: float,
-    budget: Budget,
+    asked: tuple[Budget, str],
     progress: Progress,
 ) -> tuple[Solution, list[Repair]]:
-    """Raise the groups with the largest measured drop of KL per byte until their drops make up the excess."""
-    suspects = _suspects(problem, solution, budget)
+    """Raise the groups with the largest measured drop of KL per cost until their drops make up the excess."""
+    limits = problem.limits(asked[0], None)
+    cost = cost_quantity(asked[1], asked[0], problem.prices)
+    suspects = _suspects(problem, solution, limits, cost)
     count = min(BLAME_SEQUENCES, meter.reference.text.num_sequences)
     before = float(effects.kl[:count].sum() / effects.num_scored[:count].sum())
     blame: dict[int, float] = {}
     with progress.stage("measure blame", len(suspects) * count) as stage:
-        for index, scheme in suspects.items():
-            blame[index] = before - meter.kl(
-                problem.assignment(_raised(problem, solution, index, scheme)), count, stage
-            )
+        for index, raised in suspects.items():
+            blame[index] = before - meter.kl(problem.assignment(_raised(solution, index, raised)), count, stage)
     excess = before * (1 - (1 - MARGIN / 2) / ratio)
     made: list[Repair] = []
     dropped = 0.0
-    for index in sorted(blame, key=lambda i: -blame[i] / _extra_bytes(problem, solution, i, suspects[i])):
+    for index in sorted(blame, key=lambda i: -blame[i] / _extra(solution.options[i], suspects[i], cost)):
         if dropped >= excess or blame[index] <= 0:
             break
-        candidate = _raised(problem, solution, index, suspects[index])
-        if not _fits(problem, candidate, budget):
+        candidate = _raised(solution, index, suspects[index])
+        if not _fits(candidate, limits):
             continue
         group = problem.groups[index]
         made.append(
             Repair(
                 site=group.sites[0].tied_group or group.sites[0].name,
                 from_scheme=solution.options[index].key,
-                to_scheme=suspects[index],
+                to_scheme=suspects[index].key,
                 why=f"raising it alone lowered the measured KL by {blame[index]:.3g} nats per token",
                 measured_kl_before=effects.mean_kl,
             )
@@ -174,33 +202,27 @@ def _raise_by_blame(
     return solution, made
 
 
-def _suspects(problem: Problem, solution: Solution, budget: Budget) -> dict[int, str]:
-    """Group index → next better scheme, for the groups that promise the largest drop per byte."""
-    gains: dict[int, tuple[float, str]] = {}
+def _suspects(problem: Problem, solution: Solution, limits: Mapping[str, float], cost: str) -> dict[int, Option]:
+    """Group index → next better option, for the groups that promise the largest drop per cost."""
+    gains: dict[int, tuple[float, Option]] = {}
     for index, (group, option) in enumerate(zip(problem.groups, solution.options, strict=True)):
-        better = [o for o in undominated(group.options) if o.num_bytes > option.num_bytes and o.kl < option.kl]
+        ladder = undominated(group.options, (cost, KL))
+        better = [o for o in ladder if o.amount(cost) > option.amount(cost) and o.kl < option.kl]
         if better:
-            gains[index] = ((option.kl - better[0].kl) / (better[0].num_bytes - option.num_bytes), better[0].key)
+            gains[index] = ((option.kl - better[0].kl) / _extra(option, better[0], cost), better[0])
     best = sorted(gains, key=lambda index: -gains[index][0])[:NUM_SUSPECTS]
-    return {
-        index: gains[index][1]
-        for index in best
-        if _fits(problem, _raised(problem, solution, index, gains[index][1]), budget)
-    }
+    return {index: gains[index][1] for index in best if _fits(_raised(solution, index, gains[index][1]), limits)}
 
 
-def _raised(problem: Problem, solution: Solution, index: int, scheme: str) -> Solution:
+def _raised(solution: Solution, index: int, option: Option) -> Solution:
     options = list(solution.options)
-    options[index] = problem.groups[index].option(scheme)
+    options[index] = option
     return Solution(options=tuple(options))
 
 
-def _extra_bytes(problem: Problem, solution: Solution, index: int, scheme: str) -> int:
-    return max(1, problem.groups[index].option(scheme).num_bytes - solution.options[index].num_bytes)
+def _extra(option: Option, raised: Option, cost: str) -> float:
+    return max(raised.amount(cost) - option.amount(cost), 1e-30)
 
 
-def _fits(problem: Problem, solution: Solution, budget: Budget) -> bool:
-    limits: Mapping[str, float] = problem.size_limits(budget)
-    return solution.num_bytes <= limits.get("max_bytes", math.inf) and solution.decoder_bytes <= limits.get(
-        "max_decoder_bytes", math.inf
-    )
+def _fits(solution: Solution, limits: Mapping[str, float]) -> bool:
+    return all(solution.amount(quantity) <= limit for quantity, limit in limits.items())

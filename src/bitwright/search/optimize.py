@@ -12,18 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bitwright.models.loaded import LoadedModel
-from bitwright.plan import Budget, Plan, Prediction
+from bitwright.plan import QUALITY_LIMITS, Budget, Plan, Prediction, Workload
 from bitwright.search.clock import Clock
 from bitwright.search.draft import draft_plan
 from bitwright.search.learn import Learned, learn
+from bitwright.search.limits import judge, quantity_of, value_of
 from bitwright.search.measure import Meter
-from bitwright.search.mend import mend
+from bitwright.search.mend import Mended, mend
 from bitwright.search.price import END_ROLES, KEPT_ROLES
 from bitwright.search.probe import measure_roles, probe
 from bitwright.search.progress import Progress, Silent
-from bitwright.search.settings import Settings, default_schemes, quality_target, settle
+from bitwright.search.settings import Settings, default_schemes, first_aim, settle
 from bitwright.search.subject import Subject, known_reference, known_reference_facts, open_subject
-from bitwright.search.verify import judge, lasting_path, prove, verify
+from bitwright.search.verify import lasting_path, prove, verify
 
 __all__ = ["default_schemes", "optimize", "verify"]
 
@@ -32,6 +33,7 @@ def optimize(
     model: str | Path | LoadedModel,
     *,
     budget: Budget | None = None,
+    workload: Workload | None = None,
     hardware: str | None = None,
     task: str = "text",
     calibration: str | Path = "docs",
@@ -52,6 +54,7 @@ def optimize(
     Args:
         model: an HF folder, a hub id, a .gguf file, "demo", "demo-dithered", or a model in memory.
         budget: limits; none means a KL of at most 0.02 nats per token.
+        workload: the context and the batch that bytes on the device and times are stated for.
         hardware: a device of `bitwright hardware`; by default the machine at hand.
         task: "text" scores every token, "chat" the assistant's.
         calibration, evaluation: a built-in set or a .txt, .jsonl or .parquet file.
@@ -60,7 +63,7 @@ def optimize(
             calibration tokens, whichever is more.
         sequence_length: tokens per sequence.
         include_head: choose for the embedding and the output head too.
-        objective: "memory" or "kl"; by default what the budget leaves open.
+        objective: "memory", "kl" or "latency"; by default what the budget leaves open.
         schemes: names to choose from; see `default_schemes`.
         seed: of splits, sampled labels and resampling.
         cache: folder of statistics and scores; None keeps nothing.
@@ -77,6 +80,7 @@ def optimize(
     settings = settle(
         budget if budget is not None else Budget(),
         objective=objective,
+        workload=workload if workload is not None else Workload(),
         hardware=hardware,
         task=task,
         calibration=calibration,
@@ -92,21 +96,18 @@ def optimize(
     learned = learn_scores(subject, settings, clock)
     meter = open_meter(subject, learned, clock)
     problem, probes = probe(subject, settings, learned, meter, clock)
-    with clock.stage("solve", 1) as stage:
-        solution, unreachable = problem.solve(settings.budget, settings.objective, quality_target(settings.budget))
-        stage.advance()
     mended = mend(
         problem,
-        solution,
         meter,
         budget=settings.budget,
         objective=settings.objective,
+        max_total_kl=first_aim(settings.budget),
         seed=seed,
         progress=clock,
     )
     roles = measure_roles(mended.problem, mended.assignment, meter, clock)
-    plan = draft_plan(subject, settings, mended, (*probes, *roles), unreachable, meter.quantizer, clock)
-    proved = _prove(plan, subject, clock)
+    plan = draft_plan(subject, settings, mended, (*probes, *roles), meter.quantizer, clock)
+    proved = _prove(plan, subject, mended, clock)
     paths = {
         "model": subject.loaded.name if isinstance(model, LoadedModel) else lasting_path(model),
         "calibration": lasting_path(calibration),
@@ -143,17 +144,17 @@ def open_meter(subject: Subject, learned: Learned, progress: Progress) -> Meter:
     )
 
 
-def _prove(plan: Plan, subject: Subject, progress: Progress) -> Plan:
+def _prove(plan: Plan, subject: Subject, mended: Mended, progress: Progress) -> Plan:
     """Look at the final text, once, and hold every limit against what was seen."""
     reference = known_reference(subject, subject.splits.final, progress)
     facts = known_reference_facts(subject, reference, progress)
     measured = prove(plan, subject.loaded, subject.sites, reference, facts, progress, output=subject.output)
+    totals = mended.problem.totals(mended.assignment)
     values = {
-        **measured.quality,
-        "max_memory_bytes": float(plan.summary.weight_bytes),
-        "effective_bits": plan.summary.effective_bits,
+        name: value_of(name, totals[quantity_of(name)], subject.prices)
+        for name in plan.budget.limits.keys() - QUALITY_LIMITS
     }
-    limits = judge(plan.budget.limits, values)
+    limits = judge(plan.budget.limits, {**values, **measured.quality})
     whole_plan = Prediction(
         what="the plan, on the final text",
         predicted_kl=plan.summary.predicted_kl,

@@ -1,22 +1,32 @@
-"""What a choice weighs, and how long it will take.
+"""What a choice costs: bytes, and how long it will take.
 
 Bytes are exact: codes, scales, offsets and the padding of a row to whole bytes. What no choice touches (norms, biases,
 and the embedding and head unless they are asked for) weighs what it does in the checkpoint. Time is the roofline's,
-linear layer by linear layer, and always *predicted*: nothing is run on that hardware here.
+operation by operation, and always *predicted*: nothing is run on that hardware here.
 
-    effective bits   stored bits of the decoder's linear weights ÷ their number
-    nominal bits     the same without scales and offsets, as peers count
+    weight_bytes     stored bytes of all weights
+    decoder_bytes    those of the decoder's linear weights;  effective bits = 8 · decoder_bytes ÷ their number
+    nominal_bits     code bits of the decoder's linear weights, without scales and offsets, as peers count
+    device_bytes     weights, KV cache, activations and workspace under a workload
+    decode_s         one decode step of the whole batch
+    prefill_s        reading all prompts of the batch
+
+Every quantity adds up over the sites and what is fixed, which is what the solver needs. Of a mixture of experts a step
+reads those that its tokens are expected to be sent to: with k of E experts a token, one of them is needed by t tokens
+with the probability 1 − (1 − k/E)^t.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from bitwright.hardware import Device, roofline
+from bitwright.hardware import Device, memory, roofline
 from bitwright.models import Site
 from bitwright.models.loaded import LoadedModel
-from bitwright.plan import Latency
+from bitwright.plan import Latency, Workload
 from bitwright.quantize import SCHEMES
 from bitwright.search.candidate import Candidate
 
@@ -27,16 +37,20 @@ END_ROLES = frozenset({"embedding", "lm_head"})
 KEPT_ROLES = frozenset({"router"})
 #: A choice that leaves a site as it is.
 AS_LOADED = Candidate(scheme="as_loaded")
-#: Prompt length of the predicted prefill time, tokens.
-PREFILL_TOKENS = 512
+#: Stored bits of a key or value that nothing is chosen for.
+KV_BITS = 16.0
+#: What configs call the number of experts that one token is sent to.
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 
 #: site name → choice, for every site of the model.
 Assignment = Mapping[str, Candidate]
+#: quantity → amount.
+Amounts = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Weights of one model in bytes."""
+    """Costs of one model's choices on one device under one workload."""
 
     sites: tuple[Site, ...]
     #: Site name → stored bytes in the checkpoint.
@@ -45,11 +59,47 @@ class Prices:
     loaded_bits: Mapping[str, float]
     #: Bytes of all parameters that are no site.
     other_bytes: int
+    #: What times are predicted for; None predicts none.
+    device: Device | None = None
+    workload: Workload = field(default_factory=Workload)
+    #: Bytes on the device beside the weights, and seconds to read them in a decode step, whatever is chosen.
+    other_device_bytes: int = 0
+    other_decode_s: float = 0.0
+    #: Site name → share of the tokens that reach it (experts), where it is not all of them.
+    token_share: Mapping[str, float] = field(default_factory=dict)
 
     def site_bytes(self, site: Site, choice: Candidate) -> int:
         """Stored bytes of a site under a choice."""
         weights = SCHEMES[choice.scheme].weights
         return self.loaded_bytes[site.name] if weights is None else weights.stored_bytes(*site.shape)
+
+    def amounts(self, site: Site, choice: Candidate) -> Amounts:
+        """Every quantity of one site under a choice; whole bytes are ints."""
+        num_bytes = self.site_bytes(site, choice)
+        found: Amounts = {"weight_bytes": num_bytes, "device_bytes": num_bytes}
+        if site.role not in END_ROLES:
+            found["decoder_bytes"] = num_bytes
+            found["nominal_bits"] = site.num_weights * self._nominal_bits(site, choice)
+        if self.device is not None and site.role != "embedding":
+            found["decode_s"] = self._linear_s(site, choice, self.workload.batch)
+            found["prefill_s"] = self._linear_s(site, choice, self.workload.batch * self.workload.prefill_tokens)
+        return found
+
+    @property
+    def fixed(self) -> Amounts:
+        """Every quantity of what is no site."""
+        return {
+            "weight_bytes": self.other_bytes,
+            "device_bytes": self.other_bytes + self.other_device_bytes,
+            "decode_s": self.other_decode_s,
+        }
+
+    def totals(self, assignment: Assignment) -> Amounts:
+        """Every quantity of the whole model."""
+        total: Counter[str] = Counter(self.fixed)
+        for site in self.sites:
+            total.update(self.amounts(site, assignment[site.name]))
+        return dict(total)
 
     def model_bytes(self, assignment: Assignment) -> int:
         """Stored bytes of all weights of the model."""
@@ -57,29 +107,58 @@ class Prices:
 
     def effective_bits(self, assignment: Assignment) -> float:
         """Stored bits per weight of the decoder's linear weights."""
-        linears = self.decoder_sites
-        stored = sum(self.site_bytes(site, assignment[site.name]) for site in linears)
-        return 8 * stored / max(1, sum(site.num_weights for site in linears))
+        stored = sum(self.site_bytes(site, assignment[site.name]) for site in self.decoder_sites)
+        return 8 * stored / max(1, self.num_decoder_weights)
 
     def nominal_bits(self, assignment: Assignment) -> float:
         """Code bits per weight of the decoder's linear weights."""
-        linears = self.decoder_sites
-        total = 0.0
-        for site in linears:
-            weights = SCHEMES[assignment[site.name].scheme].weights
-            total += site.num_weights * (self.loaded_bits[site.name] if weights is None else weights.nominal_bits)
-        return total / max(1, sum(site.num_weights for site in linears))
+        total = sum(s.num_weights * self._nominal_bits(s, assignment[s.name]) for s in self.decoder_sites)
+        return total / max(1, self.num_decoder_weights)
 
     @property
     def decoder_sites(self) -> tuple[Site, ...]:
         """The decoder's linear sites."""
         return tuple(site for site in self.sites if site.role not in END_ROLES)
 
+    @property
+    def num_decoder_weights(self) -> int:
+        """Number of the decoder's linear weights."""
+        return sum(site.num_weights for site in self.decoder_sites)
 
-def price_model(loaded: LoadedModel, sites: Sequence[Site]) -> Prices:
-    """Bytes of every site and of everything else, as the checkpoint stores them."""
+    def _nominal_bits(self, site: Site, choice: Candidate) -> float:
+        weights = SCHEMES[choice.scheme].weights
+        return self.loaded_bits[site.name] if weights is None else weights.nominal_bits
+
+    def _linear_s(self, site: Site, choice: Candidate, tokens: int) -> float:
+        """Expected time of a linear layer over so many tokens."""
+        assert self.device is not None
+        share = self.token_share.get(site.name, 1.0)
+        needed = 1 - (1 - share) ** tokens
+        scheme = SCHEMES[choice.scheme]
+        compute, _ = roofline.compute_format(
+            self.device, scheme.activations.format if scheme.activations is not None else "bf16"
+        )
+        return (
+            needed
+            * roofline.matmul_time(
+                self.device,
+                tokens=max(1, round(tokens * share / needed)),
+                out_features=site.shape[0],
+                in_features=site.shape[1],
+                weight_bits=8 * self.site_bytes(site, choice) / site.num_weights,
+                compute_format=compute,
+            ).seconds
+        )
+
+
+def price_model(
+    loaded: LoadedModel, sites: Sequence[Site], *, device: Device | None = None, workload: Workload | None = None
+) -> Prices:
+    """Bytes of every site and of everything else, as the checkpoint stores them; times where a device is given."""
+    workload = workload if workload is not None else Workload()
     in_sites = {site.parameter for site in sites}
     loaded_bits = {site.name: loaded.loaded_bits[site.parameter] for site in sites}
+    kv_bytes = _kv_cache_bytes(loaded.model, workload)
     return Prices(
         sites=tuple(sites),
         loaded_bytes={site.name: round(site.num_weights * loaded_bits[site.name] / 8) for site in sites},
@@ -91,37 +170,57 @@ def price_model(loaded: LoadedModel, sites: Sequence[Site]) -> Prices:
                 if name not in in_sites
             )
         ),
+        device=device,
+        workload=workload,
+        other_device_bytes=kv_bytes,
+        other_decode_s=0.0 if device is None else roofline.read_time_s(device, kv_bytes),
+        token_share=_token_shares(loaded.model, sites),
     )
 
 
-def predict_latency(prices: Prices, assignment: Assignment, device: Device) -> Latency:
-    """Prefill and decode time of the linear layers on a device, beside the same model in bf16; KV cache left out."""
+def predict_latency(prices: Prices, assignment: Assignment) -> Latency:
+    """Prefill and decode time on the prices' device, beside the same model with bf16 weights and KV cache."""
     bf16 = {site.name: Candidate(scheme="bf16") for site in prices.sites}
+    plan, reference = prices.totals(assignment), prices.totals(bf16)
     return Latency(
-        prefill_tokens=PREFILL_TOKENS,
-        prefill_s=_linear_time_s(prices, assignment, device, PREFILL_TOKENS),
-        decode_s_per_token=_linear_time_s(prices, assignment, device, 1),
-        reference_prefill_s=_linear_time_s(prices, bf16, device, PREFILL_TOKENS),
-        reference_decode_s_per_token=_linear_time_s(prices, bf16, device, 1),
+        prefill_tokens=prices.workload.prefill_tokens,
+        prefill_s=plan["prefill_s"],
+        decode_s_per_token=plan["decode_s"],
+        reference_prefill_s=reference["prefill_s"],
+        reference_decode_s_per_token=reference["decode_s"],
         status="predicted",
     )
 
 
-def _linear_time_s(prices: Prices, assignment: Assignment, device: Device, tokens: int) -> float:
-    total = 0.0
-    for site in prices.sites:
-        if site.role == "embedding":
-            continue
-        choice = assignment[site.name]
-        scheme = SCHEMES[choice.scheme]
-        wanted = scheme.activations.format if scheme.activations is not None else "bf16"
-        compute, _ = roofline.compute_format(device, wanted)
-        total += roofline.matmul_time(
-            device,
-            tokens=tokens,
-            out_features=site.shape[0],
-            in_features=site.shape[1],
-            weight_bits=8 * prices.site_bytes(site, choice) / site.num_weights,
-            compute_format=compute,
-        ).seconds
-    return total
+def _text_config(model: Any) -> Any:
+    config = getattr(model, "config", None)
+    return config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+
+
+def _kv_cache_bytes(model: Any, workload: Workload) -> int:
+    """Bytes of the whole KV cache in 16 bits, where the workload has a context and the config tells its shape."""
+    config = _text_config(model)
+    heads = getattr(config, "num_attention_heads", None)
+    if workload.context is None or not isinstance(heads, int):
+        return 0
+    return memory.kv_cache_bytes(
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        num_tokens=workload.context,
+        batch=workload.batch,
+        value_bits=KV_BITS,
+    )
+
+
+def _token_shares(model: Any, sites: Sequence[Site]) -> dict[str, float]:
+    """Site → expected share of tokens that reach it, for experts where the config says how many a token is sent to."""
+    config = _text_config(model)
+    per_token = next((n for name in _EXPERTS_PER_TOKEN if isinstance(n := getattr(config, name, None), int)), None)
+    if per_token is None:
+        return {}
+    counts: dict[str, int] = {}
+    for site in sites:
+        if site.expert is not None:
+            counts[site.module] = max(counts.get(site.module, 0), site.expert + 1)
+    return {s.name: min(1.0, per_token / counts[s.module]) for s in sites if s.expert is not None}

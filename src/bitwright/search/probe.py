@@ -59,9 +59,7 @@ def probe(
         )
         for p in probes
     ]
-    problem = build_problem(
-        subject.prices, learned.scores, settings.candidates, fit_roles(probes), include_head=settings.include_head
-    )
+    problem = build_problem(subject.prices, learned.scores, fit_roles(probes), include_head=settings.include_head)
     points = problem.front()
     correction = problem.correction
     chosen = _spread_over(points, TOTAL_PROBE_KLS)

@@ -1,6 +1,9 @@
 """From scores and prices to a choosing problem, and from its solution back to an assignment.
 
-Sites of one tied group choose a scheme together; each of them takes the rounding that predicts the least KL under it.
+What a site can choose is what it has scores for. Sites of one tied group choose a scheme together (and, where the
+scheme rounds their common input, a transform of it); within that, each site takes what predicts least. Where rivals of
+one scheme also differ in time or in overflows, each combination that no other beats is an option of its own.
+
 A site without a score (no calibration token reached it) or outside the question (embedding and head, unless they were
 asked for) keeps its loaded format.
 """
@@ -8,16 +11,19 @@ asked for) keeps its loaded format.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from bitwright.models import Site
-from bitwright.plan import Budget
+from bitwright.plan import QUALITY_LIMITS, Budget
+from bitwright.quantize import SCHEMES
 from bitwright.search.candidate import Candidate
 from bitwright.search.correct import Correction
-from bitwright.search.price import AS_LOADED, END_ROLES, Assignment, Prices
+from bitwright.search.limits import largest_sums, objective_quantity, quantity_of, sum_of
+from bitwright.search.price import AS_LOADED, END_ROLES, Amounts, Assignment, Prices
 from bitwright.search.score import Scores
-from bitwright.search.solve import Option, Solution, front, solve
+from bitwright.search.solve import KL, Option, Solution, front, solve, undominated
 
 #: Points of the front that a plan shows, and among which assignments are chosen to be measured.
 NUM_FRONT_POINTS = 14
@@ -28,13 +34,13 @@ class Group:
     """Sites that choose together, and what they can choose."""
 
     sites: tuple[Site, ...]
-    #: Scheme → the choice of each site, in the order of the sites.
+    #: Key of an option → the choice of each site, in the order of the sites.
     choices: Mapping[str, tuple[Candidate, ...]]
     options: tuple[Option, ...]
 
-    def option(self, scheme: str) -> Option:
-        """The option of a scheme."""
-        return next(option for option in self.options if option.key == scheme)
+    def option(self, key: str) -> Option:
+        """The option of a key."""
+        return next(option for option in self.options if option.key == key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +51,10 @@ class Problem:
     prices: Prices
     correction: Correction
     scores: Scores
-    #: Bytes of everything that is not chosen: all of it, and the decoder linears among it.
-    fixed_bytes: int
-    fixed_decoder_bytes: int
+    #: Quantity → amount of everything that is not chosen.
+    fixed: Amounts
+    #: Site → choice → expected overflows per million values of the whole model.
+    overflows: Scores = field(default_factory=dict)
 
     def assignment(self, solution: Solution) -> dict[str, Candidate]:
         """Site → choice, for every site of the model."""
@@ -69,86 +76,202 @@ class Problem:
         """Predicted KL of a whole assignment, nats per token."""
         return self.correction.total(self.site_sum(assignment))
 
-    def size_limits(self, budget: Budget) -> dict[str, float]:
-        """The budget's size limits, for what is chosen: arguments of `solve`."""
-        limits = {}
-        if budget.max_memory_bytes is not None:
-            limits["max_bytes"] = budget.max_memory_bytes - self.fixed_bytes
-        if budget.effective_bits is not None:
-            num_weights = sum(site.num_weights for site in self.prices.decoder_sites)
-            limits["max_decoder_bytes"] = budget.effective_bits * num_weights / 8 - self.fixed_decoder_bytes
-        return limits
+    def totals(self, assignment: Assignment) -> Amounts:
+        """Every quantity of a whole assignment but its KL."""
+        overflow = sum(self.overflows.get(name, {}).get(choice, 0.0) for name, choice in assignment.items())
+        return {**self.prices.totals(assignment), "overflow": overflow}
 
-    def solve(self, budget: Budget, objective: str, max_total_kl: float | None) -> tuple[Solution, str | None]:
-        """The best assignment and None, or the nearest one and the limit that cannot be kept.
+    def limits(self, budget: Budget, max_total_kl: float | None) -> dict[str, float]:
+        """Quantity → what is left of the budget's limits for what is chosen: arguments of `solve`."""
+        sums = largest_sums(budget, self.prices)
+        left = {quantity: limit - self.fixed.get(quantity, 0) for quantity, limit in sums.items()}
+        return left if max_total_kl is None else {**left, KL: self.correction.site_sum(max_total_kl)}
 
-        Where size and quality cannot both be kept, size is: the best quality that fits is given.
+    def best(self, minimize: str, limits: Mapping[str, float]) -> Solution | None:
+        """The exact optimum of a quantity under limits of what is chosen, or None where nothing keeps them."""
+        return solve([group.options for group in self.groups], minimize=minimize, limits=limits)
+
+    def solve(self, budget: Budget, objective: str, max_total_kl: float | None) -> tuple[Solution, tuple[str, ...]]:
+        """The best assignment and (), or the nearest one and the names of the limits that it does not keep.
+
+        Where quality and the other limits cannot all be kept, the others are: the best quality that fits is given.
+        Where they alone cannot be kept, the one that is furthest out of reach is brought as near as the rest allows.
         """
-        options = [group.options for group in self.groups]
-        sizes = self.size_limits(budget)
-        quality = {} if max_total_kl is None else {"max_kl": self.correction.site_sum(max_total_kl)}
-        found = solve(options, minimize="bytes" if objective == "memory" else "kl", **quality, **sizes)
+        limits = self.limits(budget, max_total_kl)
+        found = self.best(objective_quantity(objective, self.prices), limits)
         if found is not None:
-            return found, None
-        found = solve(options, minimize="kl", **sizes)
+            return found, ()
+        resources = {quantity: limit for quantity, limit in limits.items() if quantity != KL}
+        found = self.best(KL, resources)
         if found is not None:
-            return found, "quality"
-        found = solve(options, minimize="bytes")
-        assert found is not None
-        return found, "size"
+            return found, tuple(name for name in budget.limits if name in QUALITY_LIMITS)
+        return self._nearest(budget, resources)
 
-    def front(self) -> tuple[Solution, ...]:
-        """The least KL at NUM_FRONT_POINTS sizes; sums of sites, whatever totals were measured."""
-        return front([group.options for group in self.groups], NUM_FRONT_POINTS) if self.groups else ()
+    def _nearest(self, budget: Budget, limits: Mapping[str, float]) -> tuple[Solution, tuple[str, ...]]:
+        def excess(quantity: str) -> float:
+            alone = self.best(quantity, {})
+            assert alone is not None
+            fixed = self.fixed.get(quantity, 0)
+            return (alone.amount(quantity) + fixed) / max(limits[quantity] + fixed, 1e-30)
+
+        furthest = max(limits, key=excess)
+        rest = {quantity: limit for quantity, limit in limits.items() if quantity != furthest}
+        found = self.best(furthest, rest) or self.best(furthest, {})
+        assert found is not None
+        return found, tuple(
+            name
+            for name, value in budget.limits.items()
+            if name not in QUALITY_LIMITS
+            and found.amount(quantity_of(name)) + self.fixed.get(quantity_of(name), 0)
+            > sum_of(name, value, self.prices)
+        )
+
+    def front(self, quantity: str = "weight_bytes") -> tuple[Solution, ...]:
+        """The least KL at NUM_FRONT_POINTS amounts; sums of sites, whatever totals were measured."""
+        return front([group.options for group in self.groups], NUM_FRONT_POINTS, quantity) if self.groups else ()
 
 
 def build_problem(
-    prices: Prices, scores: Scores, candidates: Sequence[Candidate], correction: Correction, *, include_head: bool
+    prices: Prices,
+    scores: Scores,
+    correction: Correction,
+    *,
+    include_head: bool,
+    ties: Mapping[str, str] | None = None,
+    overflows: Scores | None = None,
 ) -> Problem:
-    """Group the sites and price every option. Options with a non-finite prediction are left out."""
+    """Group the sites and price every option. Options with a non-finite prediction are left out.
+
+    Args:
+        prices: of the model.
+        scores: site → choice → predicted KL; the choices of a site are its keys.
+        correction: what probes say of predictions.
+        include_head: whether embedding and head are in question.
+        ties: site → name of a group that has to agree, beside the sites' own tied groups (an engine's fused layers).
+        overflows: site → choice → expected overflows per million values; none where absent.
+    """
+    overflows = overflows or {}
     chosen = [s for s in prices.sites if s.name in scores and (include_head or s.role not in END_ROLES)]
-    by_group: dict[str, list[Site]] = {}
-    for site in chosen:
-        by_group.setdefault(site.tied_group or site.name, []).append(site)
     groups = tuple(
         group
-        for sites in by_group.values()
-        if (group := _group(tuple(sites), prices, scores, candidates, correction)).options
+        for sites in _tied(chosen, ties or {})
+        if (group := _group(sites, prices, scores, correction, overflows)).options
     )
     in_question = {site.name for group in groups for site in group.sites}
-    fixed = [site for site in prices.sites if site.name not in in_question]
+    fixed: Counter[str] = Counter(prices.fixed)
+    for site in prices.sites:
+        if site.name not in in_question:
+            fixed.update(prices.amounts(site, AS_LOADED))
     return Problem(
         groups=groups,
         prices=prices,
         correction=correction,
         scores=scores,
-        fixed_bytes=prices.other_bytes + sum(prices.loaded_bytes[site.name] for site in fixed),
-        fixed_decoder_bytes=sum(prices.loaded_bytes[site.name] for site in fixed if site.role not in END_ROLES),
+        fixed=dict(fixed),
+        overflows=overflows,
     )
 
 
-def _group(
-    sites: tuple[Site, ...], prices: Prices, scores: Scores, candidates: Sequence[Candidate], correction: Correction
-) -> Group:
+def _tied(sites: Sequence[Site], ties: Mapping[str, str]) -> Iterator[tuple[Site, ...]]:
+    """Sites that share a group, of their own or by `ties`, directly or through others; in the order of the first."""
+    root: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while root.setdefault(name, name) != name:
+            name = root[name]
+        return name
+
+    for site in sites:
+        for group in (site.tied_group, ties.get(site.name)):
+            if group is not None:
+                # a group's name may be that of a site: kept apart by its mark
+                root[find(f"group {group}")] = find(f"site {site.name}")
+    members: dict[str, list[Site]] = {}
+    for site in sites:
+        members.setdefault(find(f"site {site.name}"), []).append(site)
+    for tied in members.values():
+        yield tuple(tied)
+
+
+@dataclass(frozen=True, slots=True)
+class _Joint:
+    """Choices of the first sites of a group, and what they cost together."""
+
+    choices: tuple[Candidate, ...]
+    option: Option
+
+
+def _group(sites: tuple[Site, ...], prices: Prices, scores: Scores, correction: Correction, overflows: Scores) -> Group:
     choices: dict[str, tuple[Candidate, ...]] = {}
-    options = []
-    for scheme in dict.fromkeys(candidate.scheme for candidate in candidates):
-        rivals = [candidate for candidate in candidates if candidate.scheme == scheme]
-        best = tuple(_least(rivals, scores[site.name]) for site in sites)
-        kl = sum(correction.site(s.role, scores[s.name][c]) for s, c in zip(sites, best, strict=True))
-        if math.isfinite(kl):
-            choices[scheme] = best
-            options.append(
-                Option(
-                    key=scheme,
-                    kl=max(kl, 0.0),
-                    num_bytes=sum(prices.site_bytes(s, c) for s, c in zip(sites, best, strict=True)),
-                    counts_as_decoder=sites[0].role not in END_ROLES,
-                )
-            )
+    options: list[Option] = []
+    common = [terms for terms in _terms(scores[sites[0].name]) if all(terms in _terms(scores[s.name]) for s in sites)]
+    for terms in dict.fromkeys(common):
+        for joint in _joint_choices(sites, terms, prices, scores, correction, overflows):
+            key = terms[0] if terms[0] not in choices else f"{terms[0]} ({', '.join(map(str, joint.choices))})"
+            choices[key] = joint.choices
+            options.append(Option(key=key, kl=joint.option.kl, amounts=joint.option.amounts))
     return Group(sites=sites, choices=choices, options=tuple(options))
 
 
-def _least(candidates: Sequence[Candidate], kls: Mapping[Candidate, float]) -> Candidate:
-    """The candidate with the least prediction; the first of equals, and NaN last."""
-    return min(candidates, key=lambda candidate: kls[candidate] if math.isfinite(kls[candidate]) else math.inf)
+def _terms(candidates: Mapping[Candidate, float]) -> dict[tuple[str, str], None]:
+    """What tied sites have to agree on, for each of the candidates, in their order."""
+    return dict.fromkeys(_agreement(candidate) for candidate in candidates)
+
+
+def _agreement(candidate: Candidate) -> tuple[str, str]:
+    """The scheme; and the transform, where it acts on the input that the sites share."""
+    scheme = SCHEMES[candidate.scheme]
+    return candidate.scheme, candidate.transform if scheme.activations is not None else ""
+
+
+def _joint_choices(
+    sites: Sequence[Site],
+    terms: tuple[str, str],
+    prices: Prices,
+    scores: Scores,
+    correction: Correction,
+    overflows: Scores,
+) -> list[_Joint]:
+    """Undominated combinations of the sites' choices under the same terms; none where a site has no usable one."""
+    joint = [_Joint((), Option(key="", kl=0.0))]
+    for site in sites:
+        own = [
+            _Joint(
+                (candidate,),
+                Option(
+                    key=str(candidate),
+                    kl=max(kl, 0.0),
+                    amounts={
+                        **prices.amounts(site, candidate),
+                        "overflow": overflows.get(site.name, {}).get(candidate, 0.0),
+                    },
+                ),
+            )
+            for candidate, raw in scores[site.name].items()
+            if _agreement(candidate) == terms and math.isfinite(kl := correction.site(site.role, raw))
+        ]
+        joint = _undominated([_together(left, right) for left in joint for right in _undominated(own)])
+    return joint
+
+
+def _together(left: _Joint, right: _Joint) -> _Joint:
+    amounts: Counter[str] = Counter(left.option.amounts)
+    amounts.update(right.option.amounts)
+    return _Joint(
+        (*left.choices, *right.choices),
+        Option(
+            key=f"{left.option.key} {right.option.key}".strip(),
+            kl=left.option.kl + right.option.kl,
+            amounts=dict(amounts),
+        ),
+    )
+
+
+def _undominated(joint: Sequence[_Joint]) -> list[_Joint]:
+    """Those that no other beats in everything, by rising KL; of equals the first."""
+    by_key: dict[str, _Joint] = {}
+    for one in joint:
+        by_key.setdefault(one.option.key, one)
+    quantities = {name for one in joint for name in one.option.amounts}
+    kept = undominated([one.option for one in by_key.values()], (KL, *sorted(quantities)))
+    return [by_key[option.key] for option in kept]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bitwright import hardware as hardware_catalog
 from bitwright.errors import SchemeError
-from bitwright.plan import Budget, Objective, settle_budget
+from bitwright.plan import Budget, Objective, Workload, settle_budget
 from bitwright.quantize import SCHEMES
 from bitwright.search.candidate import Candidate, candidates_of
+from bitwright.search.limits import quality_target
 
 #: The first solution aims this far below a quality limit: an interval's upper end, not its mean, must keep the limit.
 FIRST_AIM = 0.88
@@ -26,6 +26,7 @@ class Settings:
     objective_reason: str
     device: hardware_catalog.Device
     device_reason: str
+    workload: Workload
     task: str
     #: Built-in sets or files.
     calibration: str | Path
@@ -53,6 +54,7 @@ def settle(
     budget: Budget,
     *,
     objective: str | None,
+    workload: Workload,
     hardware: str | None,
     task: str,
     calibration: str | Path,
@@ -71,7 +73,7 @@ def settle(
         SchemeError: no scheme to choose from.
         BudgetError: limits that contradict each other.
     """
-    settled = settle_budget(budget, objective)
+    settled = settle_budget(budget, objective, workload)
     names = tuple(dict.fromkeys(schemes)) if schemes is not None else default_schemes()
     if not names:
         raise SchemeError("no scheme to choose from; name at least one, or leave schemes out for the default")
@@ -91,6 +93,7 @@ def settle(
         objective_reason=settled.reason,
         device=device,
         device_reason=reason,
+        workload=workload,
         task=task,
         calibration=calibration,
         evaluation=evaluation,
@@ -104,9 +107,7 @@ def settle(
     )
 
 
-def quality_target(budget: Budget) -> float | None:
-    """The mean KL to aim for: log perplexity grows about as fast as KL, until measurements say otherwise."""
-    limits = [budget.max_kl] if budget.max_kl is not None else []
-    if budget.max_ppl_increase is not None:
-        limits.append(math.log1p(budget.max_ppl_increase))
-    return min(limits) * FIRST_AIM if limits else None
+def first_aim(budget: Budget) -> float | None:
+    """The mean KL that the first solution aims for, nats per token; None where quality is not limited."""
+    target = quality_target(budget)
+    return None if target is None else FIRST_AIM * target

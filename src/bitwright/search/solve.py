@@ -1,38 +1,43 @@
-"""Choosing: the exact best assignment under the limits, and the whole front.
+"""Choosing: the exact best assignment under any number of limits, and the whole front.
 
-A multiple-choice knapsack. Each group of sites that must agree takes exactly one of its options; an option has a cost
-(predicted KL, nats per token), stored bytes of its own, and whether they count for the effective bits:
+A multiple-choice knapsack in several dimensions. Each group of sites that must agree takes exactly one of its options;
+an option has a predicted KL (nats per token) and an amount of whatever else is counted (bytes, seconds, overflows …):
 
-    minimise    Σ_g Σ_o  objective_go · z_go
-    subject to  Σ_o z_go = 1 for every group g,   Σ KL ≤ limit,   Σ bytes ≤ limit,   Σ decoder bytes ≤ limit,   z binary
+    minimise    Σ_g Σ_o  amount_go(objective) · z_go
+    subject to  Σ_o z_go = 1 for every group g,   Σ amount_go(quantity) · z_go ≤ limit for every limit,   z binary
 
-Predicted KLs add up (the second-order expansion of KL is a sum over independent errors), which is what makes this a
-linear program in binaries. It is solved by HiGHS to proven optimality; an option that another one beats in both KL and
-bytes is dropped before. Rejected: the greedy by gain per byte, which is only optimal on the convex hull.
+Predicted KLs add up (the second-order expansion of KL is a sum over independent errors), and so do bytes, times of
+operations that run one after the other, and expected overflows: that makes this a linear program in binaries. It is
+solved by HiGHS to proven optimality; an option that another one beats in everything that is limited or made small is
+dropped before. Rejected: the greedy by gain per byte, which is only optimal on the convex hull of one limit.
 
-A solver works within tolerances, and a size limit is exact. So options that alone exceed a limit are dropped, every
-row is divided by its limit (tolerances are then relative to it), and bytes are counted in their greatest common divisor
-with half a unit of room above the limit: what keeps it lies a half below, what breaks it a half above.
+A solver works within tolerances, and a limit of bytes is exact. So options that alone exceed a limit are dropped, every
+row is divided by its limit (tolerances are then relative to it), and whole numbers are counted in their greatest common
+divisor with half a unit of room above the limit: what keeps it lies a half below, what breaks it a half above.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
 
 import highspy
 import numpy as np
 import numpy.typing as npt
 
-Objective = Literal["kl", "bytes"]
+#: What the predicted KL is called among the quantities.
+KL = "kl"
 
 #: What rounding in sums of floats may add to a limit, as a factor.
 _SLACK = 1 + 1e-12
+#: The same for an optimum that becomes a limit: the solver's own tolerance.
+_HELD = 1 + 1e-9
 #: Largest option ÷ optimum up to which the solver's gap (1e-9 of the former) is small beside the latter.
 _LARGEST_UNIT = 100.0
+
+Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,17 +48,13 @@ class Option:
     key: str
     #: Predicted KL of the whole group under this choice, nats per token; finite and ≥ 0.
     kl: float
-    #: Stored bytes of the whole group under this choice.
-    num_bytes: int
-    #: Whether they count for the effective bits (decoder linears do, embedding and head do not).
-    counts_as_decoder: bool = True
+    #: Quantity → amount of the whole group under this choice, in the quantity's unit; what is absent is 0. Whole
+    #: numbers (bytes) are kept exactly.
+    amounts: Mapping[str, float] = field(default_factory=dict)
 
-
-_QUANTITIES: Mapping[str, Callable[[Option], float]] = {
-    "kl": lambda option: option.kl,
-    "bytes": lambda option: option.num_bytes,
-    "decoder bytes": lambda option: option.num_bytes if option.counts_as_decoder else 0,
-}
+    def amount(self, quantity: str) -> float:
+        """The amount of a quantity; `KL` is one of them."""
+        return self.kl if quantity == KL else self.amounts.get(quantity, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,97 +68,93 @@ class Solution:
         """Sum of predicted KLs."""
         return sum(option.kl for option in self.options)
 
-    @property
-    def num_bytes(self) -> int:
-        """Sum of stored bytes."""
-        return sum(option.num_bytes for option in self.options)
-
-    @property
-    def decoder_bytes(self) -> int:
-        """Sum of the stored bytes that count for the effective bits."""
-        return sum(option.num_bytes for option in self.options if option.counts_as_decoder)
+    def amount(self, quantity: str) -> float:
+        """Sum of a quantity; exact where it is counted in whole numbers."""
+        return sum(option.amount(quantity) for option in self.options)
 
 
 def solve(
-    groups: Sequence[Sequence[Option]],
-    *,
-    minimize: Objective,
-    max_kl: float | None = None,
-    max_bytes: float | None = None,
-    max_decoder_bytes: float | None = None,
+    groups: Sequence[Sequence[Option]], *, minimize: str, limits: Mapping[str, float] | None = None
 ) -> Solution | None:
     """The best assignment, or None where no assignment keeps the limits.
 
-    Of the assignments with the fewest bytes the one with the least KL is returned.
+    Of the assignments with the least of the objective the one with the least KL is returned.
+
+    Args:
+        groups: options of each group.
+        minimize: the quantity that is made small, `KL` or one of the options' own.
+        limits: quantity → what its sum may be at most.
     """
-    limits = {"kl": max_kl, "bytes": max_bytes, "decoder bytes": max_decoder_bytes}
-    found = _minimize([undominated(options) for options in groups], minimize, limits)
-    if found is None or minimize == "kl":
+    limits = limits or {}
+    pruned = [undominated(options, (minimize, KL, *limits)) for options in groups]
+    found = _minimize(pruned, minimize, limits)
+    if found is None or minimize == KL:
         return found
-    return _minimize([undominated(options) for options in groups], "kl", {**limits, "bytes": found.num_bytes})
+    held = found.amount(minimize)
+    return _minimize(pruned, KL, {**limits, minimize: held if isinstance(held, int) else held * _HELD}) or found
 
 
-def undominated(options: Sequence[Option]) -> tuple[Option, ...]:
-    """Options of one group that no other beats in both KL and bytes, by rising bytes."""
-    kept: list[Option] = []
-    for option in sorted(options, key=lambda o: (o.num_bytes, o.kl, o.key)):
-        if not kept or option.kl < kept[-1].kl:
-            kept.append(option)
-    return tuple(kept)
+def undominated(options: Sequence[Option], quantities: Sequence[str]) -> tuple[Option, ...]:
+    """Options of one group that no other beats in all of `quantities`, by rising amount of the first of them.
 
-
-def front(groups: Sequence[Sequence[Option]], num_points: int) -> tuple[Solution, ...]:
-    """Least KL at `num_points` sizes from the smallest possible to the best possible, by rising bytes.
-
-    Every point is the exact optimum of its size, so none dominates another; equal ones appear once.
+    Of options that are equal in all of them the first by key is kept.
     """
-    pruned = [undominated(options) for options in groups]
-    smallest = Solution(options=tuple(options[0] for options in pruned))
-    largest = Solution(options=tuple(options[-1] for options in pruned))
-    sizes = np.geomspace(max(smallest.num_bytes, 1), max(largest.num_bytes, 1), num_points)[1:-1]
-    points = [smallest]
-    for size in sizes:
-        solution = solve(pruned, minimize="kl", max_bytes=float(size))
+    names = tuple(dict.fromkeys(quantities))
+    ordered = sorted(options, key=lambda option: (*(option.amount(name) for name in names), option.key))
+    amounts_OQ = np.array([[option.amount(name) for name in names] for option in ordered], dtype=np.float64)
+    kept: list[int] = []
+    for index in range(len(ordered)):
+        # what dominates an option sorts before it, and is itself kept or dominated by one that is
+        if not kept or not (amounts_OQ[kept] <= amounts_OQ[index]).all(1).any():
+            kept.append(index)
+    return tuple(ordered[index] for index in kept)
+
+
+def front(groups: Sequence[Sequence[Option]], num_points: int, quantity: str) -> tuple[Solution, ...]:
+    """Least KL at `num_points` amounts of a quantity, from the least possible to the best possible, by rising amount.
+
+    Every point is the exact optimum of its amount, so none dominates another; equal ones appear once.
+    """
+    pruned = [undominated(options, (quantity, KL)) for options in groups]
+    least = Solution(options=tuple(options[0] for options in pruned))
+    best = Solution(options=tuple(options[-1] for options in pruned))
+    low, high = (max(end.amount(quantity), np.finfo(float).tiny) for end in (least, best))
+    points = [least]
+    for amount in np.geomspace(low, high, num_points)[1:-1]:
+        solution = solve(pruned, minimize=KL, limits={quantity: float(amount)})
         if solution is not None and solution.kl < points[-1].kl:
             points.append(solution)
-    if largest.kl < points[-1].kl:
-        points.append(largest)
+    if best.kl < points[-1].kl:
+        points.append(best)
     return tuple(points)
 
 
-def _minimize(
-    groups: Sequence[Sequence[Option]], objective: Objective, limits: Mapping[str, float | None]
-) -> Solution | None:
-    rows = [(_QUANTITIES[name], limit) for name, limit in limits.items() if limit is not None]
-    fitting = [[o for o in options if all(q(o) <= limit * _SLACK for q, limit in rows)] for options in groups]
-    if any(not options for options in fitting) or any(limit < 0 for _, limit in rows):
+def _minimize(groups: Sequence[Sequence[Option]], objective: str, limits: Mapping[str, float]) -> Solution | None:
+    fitting = [[o for o in options if all(o.amount(q) <= m * _SLACK for q, m in limits.items())] for options in groups]
+    if any(not options for options in fitting) or any(limit < 0 for limit in limits.values()):
         return None
     if not groups:
         return Solution(options=())
-    quantity = _QUANTITIES[objective]
     while True:
         flat = [option for options in fitting for option in options]
-        unit = max(quantity(option) for option in flat) or 1.0
+        unit = max(option.amount(objective) for option in flat) or 1.0
         chosen = _binary_program(
-            np.array([quantity(option) / unit for option in flat]),
+            np.array([option.amount(objective) / unit for option in flat]),
             [len(options) for options in fitting],
-            [_row(flat, *row) for row in rows],
+            [_row([option.amount(quantity) for option in flat], limit) for quantity, limit in limits.items()],
         )
         if chosen is None:
             return None
         found = Solution(options=tuple(options[index] for options, index in zip(fitting, chosen, strict=True)))
-        best = sum(quantity(option) for option in found.options)
+        best = found.amount(objective)
         # the solver's gap is relative to `unit`: where one option dwarfs the optimum, solve again without it
         if best == 0 or unit <= _LARGEST_UNIT * best:
             return found
-        fitting = [[option for option in options if quantity(option) <= best * _SLACK] for options in fitting]
+        fitting = [[option for option in options if option.amount(objective) <= best * _SLACK] for options in fitting]
 
 
-def _row(
-    flat: Sequence[Option], quantity: Callable[[Option], float], limit: float
-) -> tuple[npt.NDArray[np.float64], float]:
+def _row(values: Sequence[float], limit: float) -> tuple[Array, float]:
     """Coefficients and right side of one limit, both of order one."""
-    values = [quantity(option) for option in flat]
     if all(isinstance(value, int) for value in values):
         divisor = math.gcd(*(int(value) for value in values)) or 1
         whole = math.floor(limit * _SLACK / divisor) + 0.5
@@ -166,9 +163,7 @@ def _row(
     return np.array([value / unit for value in values]), limit / unit * _SLACK
 
 
-def _binary_program(
-    cost: npt.NDArray[np.float64], group_sizes: Sequence[int], limits: Sequence[tuple[npt.NDArray[np.float64], float]]
-) -> list[int] | None:
+def _binary_program(cost: Array, group_sizes: Sequence[int], limits: Sequence[tuple[Array, float]]) -> list[int] | None:
     """Index of the chosen option within each group, or None if infeasible."""
     num_columns = len(cost)
     model = highspy.HighsLp()

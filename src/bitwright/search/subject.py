@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from bitwright.errors import DataError
+from bitwright.errors import BudgetError, DataError
 from bitwright.models import Site, find_sites
 from bitwright.models.load import load
 from bitwright.models.loaded import LoadedModel
@@ -14,6 +14,7 @@ from bitwright.search.output import Output, Reference, open_output, raise_if_not
 from bitwright.search.price import Prices, price_model
 from bitwright.search.progress import Progress
 from bitwright.search.settings import Settings
+from bitwright.search.speaker import Speaker
 from bitwright.search.text import Splits, TextSet, split_text
 from bitwright.search.verify import ReferenceFacts, reference_facts, vocabulary_size
 
@@ -54,11 +55,12 @@ def open_subject(
     with progress.stage("load", 1) as stage:
         loaded = model if isinstance(model, LoadedModel) else load(model, allow_pickle=allow_pickle, seed=settings.seed)
         stage.advance()
-    _raise_if_too_long(loaded, settings.sequence_length)
+    _raise_if_too_long(loaded, settings)
     output = open_output(settings.task, loaded)
     raise_if_not_measurable(settings.budget, output, settings.task)
     sites = find_sites(loaded.model)
-    prices = price_model(loaded, sites)
+    prices = price_model(loaded, sites, device=settings.device, workload=settings.workload)
+    folder = default_folder() if cache == "default" else None if cache is None else Path(cache)
     with progress.stage("read the text", 1) as stage:
         splits = split_text(
             loaded.tokenizer,
@@ -70,9 +72,15 @@ def open_subject(
             sequence_length=settings.sequence_length,
             seed=settings.seed,
             vocabulary_size=vocabulary_size(loaded),
+            speaker=Speaker(
+                loaded=loaded,
+                sequence_length=settings.sequence_length,
+                seed=settings.seed,
+                folder=folder,
+                progress=progress,
+            ),
         )
         stage.advance()
-    folder = default_folder() if cache == "default" else None if cache is None else Path(cache)
     return Subject(
         loaded=loaded,
         sites=sites,
@@ -89,12 +97,20 @@ def open_subject(
     )
 
 
-def _raise_if_too_long(loaded: LoadedModel, sequence_length: int) -> None:
+def _raise_if_too_long(loaded: LoadedModel, settings: Settings) -> None:
     positions = loaded.num_positions
-    if positions is not None and sequence_length > positions:
+    if positions is None:
+        return
+    if settings.sequence_length > positions:
         raise DataError(
-            f"sequences of {sequence_length} tokens are longer than the {positions} positions of {loaded.name!r}; "
-            f"lower --sequence-length to at most {positions}"
+            f"sequences of {settings.sequence_length} tokens are longer than the {positions} positions of "
+            f"{loaded.name!r}; lower --sequence-length to at most {positions}"
+        )
+    context = settings.workload.context
+    if context is not None and context > positions:
+        raise BudgetError(
+            f"a context of {context} tokens is longer than the {positions} positions of {loaded.name!r}; "
+            f"lower --context to at most {positions}"
         )
 
 
