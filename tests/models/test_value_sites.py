@@ -212,6 +212,8 @@ def test_what_cannot_be_reached_is_named() -> None:
     (sentence,) = values_left_out(model)
     assert sentence.startswith("attention: its attention does not go through")
     assert values_left_out(make_value_model("llama")) == ()
+    (sentence,) = values_left_out(nn.Sequential(nn.Linear(8, 8)))
+    assert sentence == "Sequential takes no input_ids, so that it cannot be run to see its values"
 
 
 def test_the_configs_and_the_cache_are_what_they_were_after_an_error() -> None:
@@ -228,3 +230,9 @@ def test_the_configs_and_the_cache_are_what_they_were_after_an_error() -> None:
     assert model.config._attn_implementation == "sdpa"
     assert Cache.update is update
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_caches_of_sliding_attention_say_how_much_they_hold() -> None:
+    sites = find_value_sites(make_value_model("gemma3"))
+    assert {site.layer: site.window for site in sites if site.kind == "state"} == {0: 7, 1: None}
+    assert {site.window for site in sites if site.kind == "activation"} == {None}

@@ -15,7 +15,7 @@ Overflows are counted before the cast, as with inputs of matrices (`counters.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -57,7 +57,7 @@ def emulate_values(
     model: nn.Module,
     rules: Mapping[ValueSite, ValueRule],
     *,
-    sites: Iterable[Site] | None = None,
+    sites: Sequence[Site] | None = None,
     counters: Counters | None = None,
 ) -> Iterator[nn.Module]:
     """Run `model` with the values of some sites rounded, for the time of the block.

@@ -16,7 +16,7 @@ Outside attention a value is [..., width]. Values of experts come expert by expe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
@@ -67,7 +67,7 @@ class ValueCalls:
         offer: Offer,
         names: Collection[str] | None = None,
         groups: Mapping[str, int] | None = None,
-        sites: Iterable[Site] | None = None,
+        sites: Sequence[Site] | None = None,
     ) -> None:
         self._model = model
         self._offer = offer
@@ -92,8 +92,9 @@ class ValueCalls:
             if self._wants(name):
                 stack.callback(module.register_forward_pre_hook(self._input_hook(name), with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(self._output_hook(name, "output")).remove)
-        products = {name: sites for name, sites in products_of(self._model, self._sites).items() if self._wants(name)}
-        for name, module in activations_of(self._model, products_of(self._model, self._sites)).items():
+        all_products = products_of(self._model, self._sites)
+        products = {name: sites for name, sites in all_products.items() if self._wants(name)}
+        for name, module in activations_of(self._model, all_products).items():
             if self._wants(name):
                 stack.callback(module.register_forward_hook(self._output_hook(name, "y")).remove)
         layers = {name: layer for name, layer in layers_of(self._model).items() if self._wants(name)}
@@ -145,7 +146,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def products_of(model: nn.Module, sites: Iterable[Site] | None = None) -> dict[str, list[Site]]:
+def products_of(model: nn.Module, sites: Sequence[Site] | None = None) -> dict[str, list[Site]]:
     """Site name → the weight sites whose product it is: rows of one matrix, and all experts of a list.
 
     Rows of a fused matrix that are gate and up are one value, "gate_up".

@@ -13,11 +13,13 @@
     model.layers.0.mlp.gate:logits                what a router chooses experts by
 
 A site exists if its value was seen: the model is run once on a few tokens, and whatever passes is a site, with the
-shape that it had. So nothing is guessed; what should have passed and did not is listed by `values_left_out`.
+shape that it had. So nothing is guessed; what should have passed and did not is listed by `values_left_out`. A model
+that takes no token ids cannot be run so, and has no value sites.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,6 +88,8 @@ class ValueSite:
     head_dim: int
     #: Number of the layer; None outside layers.
     layer: int | None
+    #: Tokens that a cache holds at most, where attention looks back no further; None where it keeps all.
+    window: int | None = None
 
     @property
     def part(self) -> str:
@@ -129,6 +133,7 @@ def find_value_sites(model: nn.Module) -> tuple[ValueSite, ...]:
             num_heads=heads,
             head_dim=1 if part in _PER_HEAD_ONLY else head_dim,
             layer=int(numbered.group(1)) if numbered else None,
+            window=_window(model, module) if kind == "state" else None,
         )
     return tuple(sites.values())
 
@@ -137,6 +142,8 @@ def values_left_out(model: nn.Module) -> tuple[str, ...]:
     """What should have been seen and was not, one sentence each: nothing can be chosen there."""
     weights = find_sites(model)
     seen = _values_seen(model, weights)
+    if not _takes_token_ids(model):
+        return (f"{type(model).__name__} takes no input_ids, so that it cannot be run to see its values",)
     left_out = []
     reached = {name.rpartition(":")[0] for name in seen if name.endswith(":qk")}
     projections = {site.module.rpartition(".")[0] for site in weights if site.role in ("attn.q", "attn.qkv")}
@@ -166,9 +173,20 @@ def _values_seen(model: nn.Module, weights: tuple[Site, ...]) -> dict[str, tuple
             seen[name] = (*shape[:3], value.shape[-1])
         return value
 
-    with torch.no_grad(), ValueCalls(model, note, sites=weights):
-        _run_briefly(model)
+    if _takes_token_ids(model):
+        with torch.no_grad(), ValueCalls(model, note, sites=weights):
+            _run_briefly(model)
     return seen
+
+
+def _takes_token_ids(model: nn.Module) -> bool:
+    return "input_ids" in inspect.signature(model.forward).parameters
+
+
+def _window(model: nn.Module, module: str) -> int | None:
+    """How far back an attention layer looks: the layer's own statement."""
+    window = getattr(model.get_submodule(module), "sliding_window", None)
+    return window if isinstance(window, int) and window > 0 else None
 
 
 def _run_briefly(model: nn.Module) -> None:
