@@ -10,6 +10,7 @@ import torch
 
 from bitwright.inference import input_tensors_of
 from bitwright.models.sites import Site
+from bitwright.models.value_sites import ValueSite
 from bitwright.plan import Budget, ModelInfo, Plan, SiteChoice, Summary, TextInfo
 from bitwright.quantize import SCHEMES
 from bitwright.quantize.fitted import Fitted
@@ -19,13 +20,13 @@ HASH = "ab" * 32
 TRANSFORM_OF = {frozenset[str](): "none", frozenset({"signs"}): "hadamard", frozenset({"column_scales"}): "smoothquant"}
 
 
-def choice(site: Site, scheme: str, **changes: Any) -> SiteChoice:
+def choice(site: Site | ValueSite, scheme: str, **changes: Any) -> SiteChoice:
     fields: dict[str, Any] = dict(
         name=site.name,
         kind=site.kind,
         role=site.role,
         module=site.module,
-        rows=site.rows,
+        rows=getattr(site, "rows", None),
         tied_group=site.tied_group,
         shape=site.shape,
         scheme=scheme,
