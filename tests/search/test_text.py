@@ -190,7 +190,9 @@ class TestRefusals:
     def test_unknown_task_and_set_name_those_that_exist(self) -> None:
         with pytest.raises(UnknownName, match=r"'chatt'; did you mean 'chat'\? Known tasks: chat, embedding, text"):
             split(byte_tokenizer(), "docs", task="chatt")
-        with pytest.raises(UnknownName, match=r"unknown calibration set 'doc'; did you mean 'docs'\?.*code, docs; or"):
+        with pytest.raises(
+            UnknownName, match=r"unknown calibration set 'doc'; did you mean 'docs'\?.*code, docs, self; or"
+        ):
             split(byte_tokenizer(), "docs", evaluation="doc")
 
     def test_no_tokenizer(self) -> None:

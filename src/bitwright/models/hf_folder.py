@@ -99,7 +99,7 @@ def load_folder(folder: Path, *, allow_pickle: bool) -> FolderContent:
             raise ModelError(
                 f"{folder} has no usable tokenizer ({one_line(error)}); save the model's tokenizer into the folder"
             ) from error
-    notes = _leave_pooler_out(model) if is_encoder else ()
+    notes = _leave_pooler_out(model, stored) if is_encoder else ()
     raise_if_incomplete(str(folder), model, report["missing_keys"])
     formats, bits = _by_parameter(model, stored)
     unexpected = sorted(report["unexpected_keys"])
@@ -124,13 +124,13 @@ def _is_encoder(folder: Path, config: dict[str, Any]) -> bool:
     return bool(architectures & (masked | plain)) and not architectures & causal
 
 
-def _leave_pooler_out(model: torch.nn.Module) -> tuple[str, ...]:
+def _leave_pooler_out(model: torch.nn.Module, stored: _Stored) -> tuple[str, ...]:
     """Take away the layer that BERT's relatives put behind their first token, for another task than this."""
-    pooler: Any = getattr(model, "pooler", None)
-    if not isinstance(pooler, torch.nn.Module):
+    if isinstance(getattr(model, "pooler", None), torch.nn.Module):
+        model.pooler = None  # type: ignore[assignment]
+    num_weights = sum(count for name, (_, count) in stored.items() if "pooler" in name.split("."))
+    if not num_weights:
         return ()
-    model.pooler = None  # type: ignore[assignment]
-    num_weights = sum(parameter.numel() for parameter in pooler.parameters())
     return (f"the pooler ({num_weights:,} weights) is left out: no vector of a text passes through it",)
 
 

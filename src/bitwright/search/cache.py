@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +74,15 @@ class Cache:
     def write_measured(self, measured: Mapping[str, float]) -> None:
         """Replace all measurements."""
         self._write_json("measured.json", measured)
+
+    def read_texts(self) -> tuple[str, ...] | None:
+        """Texts that were sampled from the model, or None."""
+        found = self._read_json("texts.json").get("texts")
+        return None if found is None else tuple(found)
+
+    def write_texts(self, texts: Sequence[str]) -> None:
+        """Keep texts that were sampled from the model."""
+        self._write_json("texts.json", {"texts": list(texts)})
 
     def read_reference(self, text_hash: str) -> Tensor | None:
         """Head inputs fp32 [sequences, length, hidden], or None."""

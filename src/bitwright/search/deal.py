@@ -19,7 +19,8 @@ import torch
 from bitwright.errors import DataError
 from bitwright.search.documents import Document, TextSource
 
-_ONE_SOURCE_SHARES: Mapping[str, float] = {"repair": 0.4, "final": 0.4, "calibrate": 0.2}
+#: Split → its share of one source for everything.
+ONE_SOURCE_SHARES: Mapping[str, float] = {"repair": 0.4, "final": 0.4, "calibrate": 0.2}
 _EVALUATION_SHARES: Mapping[str, float] = {"repair": 0.5, "final": 0.5}
 
 
@@ -45,7 +46,7 @@ def deal_documents(first: TextSource, second: TextSource, seed: int) -> dict[str
         DataError: fewer documents than splits, or the second source holds nothing new.
     """
     if first.identity == second.identity:
-        return _deal_source(first, first.documents, _ONE_SOURCE_SHARES, seed)
+        return _deal_source(first, first.documents, ONE_SOURCE_SHARES, seed)
     used = {document.text for document in first.documents}
     fresh = tuple(document for document in second.documents if document.text not in used)
     if not fresh:

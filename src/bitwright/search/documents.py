@@ -49,8 +49,13 @@ class CalibrationSet:
     description: str
     #: Where the text comes from, precisely enough to find it again.
     source: str
-    #: Reads the documents, in a fixed order. Called when the set is used, never at import.
-    documents: Callable[[], tuple[Document, ...]]
+    #: Reads the documents, in a fixed order. Called when the set is used, never at import. None: see `is_sampled`.
+    documents: Callable[[], tuple[Document, ...]] | None = None
+    #: True: there is nothing to read; the model in question is asked for the documents.
+    is_sampled: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.is_sampled == (self.documents is None), f"{self.name}: either read or sampled"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +78,17 @@ CALIBRATION_SETS: Catalog[CalibrationSet] = Catalog(
 )
 
 
-def read_source(source: str | Path) -> TextSource:
+def is_sampled(source: str | Path) -> bool:
+    """Is this the name of a set that the model in question is asked for?"""
+    return str(source) in CALIBRATION_SETS and CALIBRATION_SETS[str(source)].is_sampled
+
+
+def read_source(source: str | Path, sample: Callable[[], tuple[Document, ...]] | None = None) -> TextSource:
     """Read a built-in set (by name) or a file (by path) as documents.
+
+    Args:
+        source: a name in `CALIBRATION_SETS`, or a path.
+        sample: asks the model in question for documents; needed for sets that are sampled from it.
 
     Raises:
         UnknownName: neither a set of that name nor a path.
@@ -84,7 +98,10 @@ def read_source(source: str | Path) -> TextSource:
     written = str(source)
     if written in CALIBRATION_SETS:
         known_set = CALIBRATION_SETS[written]
-        documents = _distinct(known_set.documents(), written)
+        read = sample if known_set.is_sampled else known_set.documents
+        if read is None:
+            raise DataError(f"the set '{written}' is sampled from a model, and none is at hand here; name another set")
+        documents = _distinct(read(), written)
         return TextSource(
             name=written,
             description=f"{known_set.description} ({known_set.source})",

@@ -8,11 +8,11 @@ it with the reference's own share, not with zero: small models repeat themselves
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bitwright.search.continuation import continuation
 from bitwright.search.progress import Stage
 from bitwright.search.text import TextSet
 
@@ -36,15 +36,7 @@ def repetition(model: nn.Module, text: TextSet, stage: Stage) -> float:
 
 def greedy(model: nn.Module, prompts: Tensor, num_new_tokens: int, stage: Stage) -> Tensor:
     """The most likely continuation token by token, int64 [prompts, num_new_tokens]."""
-    cache: Any = None
-    inputs, produced = prompts, []
-    for _ in range(num_new_tokens):
-        output = model(input_ids=inputs, cache=cache, use_cache=True)
-        cache = output.cache
-        inputs = output.logits[:, -1:].argmax(-1)
-        produced.append(inputs)
-        stage.advance()
-    return torch.cat(produced, dim=1)
+    return continuation(model, prompts, num_new_tokens, lambda logits: logits.argmax(-1, keepdim=True), stage)
 
 
 def repeated_share(tokens: Sequence[int], gram: int) -> float:

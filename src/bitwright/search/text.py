@@ -15,6 +15,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ import torch
 from torch import Tensor
 
 from bitwright.errors import DataError
-from bitwright.search.deal import Deal, deal_documents
-from bitwright.search.documents import Document, read_source
+from bitwright.search.deal import ONE_SOURCE_SHARES, Deal, deal_documents
+from bitwright.search.documents import Document, TextSource, is_sampled, read_source
+from bitwright.search.speaker import Speaker
 from bitwright.search.task import TASKS, Encoder, Piece, Task
 
 #: The fewest sequences over which an interval is worth quoting.
@@ -65,6 +67,8 @@ class Splits:
     calibrate: TextSet
     repair: TextSet
     final: TextSet
+    #: What a reader of results on this text must know.
+    notes: tuple[str, ...] = ()
 
 
 def split_text(
@@ -78,6 +82,7 @@ def split_text(
     sequence_length: int,
     seed: int,
     vocabulary_size: int | None = None,
+    speaker: Speaker | None = None,
 ) -> Splits:
     """Read the text and return the three splits; the same arguments give the same tokens.
 
@@ -90,6 +95,7 @@ def split_text(
         sequence_length: tokens in a sequence.
         seed: of the shuffling; torch's global generator is not touched.
         vocabulary_size: ids must be below it; by default the tokenizer's. Pass the rows of the model's embedding.
+        speaker: the model, for sets that are sampled from it.
 
     Raises:
         UnknownName: no such task or set.
@@ -107,7 +113,10 @@ def split_text(
     ):
         if value < least:
             raise DataError(f"{option} is {value}, but must be at least {least}; raise it")
-    first, second = read_source(calibration), read_source(evaluation)
+    least_evaluation = MIN_EVALUATION_SEQUENCES * sequence_length
+    first, second = _read_both(
+        (calibration, evaluation), (calibration_tokens, max(evaluation_tokens, least_evaluation)), speaker
+    )
     num_ids = vocabulary_size or encoder.vocabulary_size
     shape = _Shape(
         task=chosen_task,
@@ -130,7 +139,32 @@ def split_text(
         calibrate=_collect(deals["calibrate"], encoder, shape, learn, taken),
         repair=_collect(deals["repair"], encoder, shape, prove, taken),
         final=_collect(deals["final"], encoder, shape, prove, taken),
+        notes=_notes(calibration, evaluation),
     )
+
+
+def _read_both(
+    sources: tuple[str | Path, str | Path], tokens: tuple[int, int], speaker: Speaker | None
+) -> tuple[TextSource, TextSource]:
+    """Read the sources of calibration and evaluation; of sets that are sampled, as much as their splits will take."""
+    shares = ONE_SOURCE_SHARES if all(map(is_sampled, sources)) else {"calibrate": 1.0, "final": 0.5}
+    num_tokens = [ceil(tokens[0] / shares["calibrate"]), ceil(tokens[1] / shares["final"])]
+    if all(map(is_sampled, sources)):
+        num_tokens = [max(num_tokens)] * 2
+    first, second = (
+        read_source(source, None if speaker is None else partial(speaker.documents, count))
+        for source, count in zip(sources, num_tokens, strict=True)
+    )
+    return first, second
+
+
+def _notes(calibration: str | Path, evaluation: str | Path) -> tuple[str, ...]:
+    if is_sampled(evaluation):
+        return (
+            "the text that proves this plan was sampled from the model itself, and real text can be harder; give some "
+            "with --evaluation",
+        )
+    return ("calibrated on text that was sampled from the model itself",) if is_sampled(calibration) else ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from bitwright.search.documents import CALIBRATION_SETS
 from bitwright.search.output import Effects, Output, Reference, open_output
 from bitwright.search.progress import Progress, Silent, Stage
 from bitwright.search.repetition import NEW_TOKENS, repetition
+from bitwright.search.speaker import Speaker
 from bitwright.search.text import TextSet, split_text
 
 #: Sequences on which the bf16 floor is measured.
@@ -168,6 +169,7 @@ def verify(
         sequence_length=plan.options.sequence_length,
         seed=plan.seed,
         vocabulary_size=vocabulary_size(loaded),
+        speaker=Speaker(loaded=loaded, sequence_length=plan.options.sequence_length, seed=plan.seed, progress=shown),
     )
     with shown.stage("reference", splits.final.num_sequences) as stage:
         reference = output.run_reference(loaded.model, splits.final, stage)
