@@ -16,7 +16,6 @@ How it is called, and why:
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,14 @@ import record
 CALIBRATION = "bitwright_calibration"
 
 
-def register_tokens(ids: list[list[int]]) -> None:
-    """Make the calibration tokens a dataset of AutoRound's."""
+def register_tokens(ids: list[list[int]], mask: list[list[int]]) -> None:
+    """Make the calibration text a dataset of AutoRound's."""
     import datasets
     from auto_round.calib_dataset import register_dataset
 
     @register_dataset(CALIBRATION)
     def tokens(**_: Any) -> datasets.Dataset:
-        return datasets.Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]})
+        return datasets.Dataset.from_dict({"input_ids": ids, "attention_mask": mask})
 
 
 def main() -> None:
@@ -45,20 +44,19 @@ def main() -> None:
     parser.add_argument("--iters", type=int, default=0)
     parser.add_argument("--amp", action="store_true", help="its default: bf16 where it sees fit")
     arguments = parser.parse_args()
-    facts = json.loads((arguments.folder / "facts.json").read_text(encoding="utf-8"))
+    facts = record.read_facts(arguments.folder)
     os.environ["AR_AUTO_SCHEME_CACHE"] = str(arguments.out / "scheme-cache")
     os.environ["AR_WORK_SPACE"] = str(arguments.out / "work")
 
-    import torch
     from auto_round import AutoRound, AutoScheme
     from auto_round.schemes import preset_name_to_scheme
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     stopwatch = record.Stopwatch()
-    model = AutoModelForCausalLM.from_pretrained(arguments.folder, dtype=torch.float32).eval()
+    model = record.read_model(arguments.folder)
     tokenizer = AutoTokenizer.from_pretrained(arguments.folder)
-    ids = record.read_tokens(arguments.folder / "calibration.safetensors")
-    register_tokens(ids.tolist())
+    ids, mask = record.read_text(arguments.folder / "calibration.safetensors")
+    register_tokens(ids.tolist(), mask.tolist())
     options = []
     for name in ("W4A16", "W8A16"):
         scheme = preset_name_to_scheme(name)

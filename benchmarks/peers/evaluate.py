@@ -2,36 +2,36 @@
 
     KL = mean over predictions of Σ_v p_v (log p_v − log q_v),      p from the fp32 model, q with the tool's weights
 
-in fp32, torch and transformers only. Whatever a tool measures of itself is not used. Its weights must name every linear
-layer of the decoder and nothing else; nominal bits are counted here, from bits per layer and numbers of weights, the
-same way for all. As a check that a layer has the bits that are claimed for it, the distinct values in its groups are
-counted: a group of b bits has at most 2^b of them (not so after a scaling of columns, which moves every value).
+in fp32, torch and transformers only; of a sentence encoder, the mean of 1 − cos between the vectors of a text. Whatever
+a tool measures of itself is not used. Its weights must name every linear layer in question and nothing else; nominal
+bits are counted here, from bits per layer and numbers of weights, the same way for all. As a check that a layer has the
+bits that are claimed for it, the distinct values in its groups are counted: a group of b bits has at most 2^b of them
+(not so after a scaling of columns, which moves every value).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from record import decoder_linears, read_tokens
-from safetensors.torch import load_file, save_file
+from record import decoder_linears, read_facts, read_model, read_text, sentence_vectors
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 _ROWS_PER_STEP = 256
 
 
 def evaluate(folder: Path, runs: list[Path], group_size: int = 128) -> list[dict[str, Any]]:
-    """KL, its standard error over sequences, perplexities and bits of each run, in order."""
+    """KL, its standard error over sequences, and bits of each run, in order."""
     torch.set_grad_enabled(False)
-    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-    ids = read_tokens(folder / "evaluation.safetensors")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    reference = _reference(model, ids, folder / "evaluation-reference.safetensors")
-    head = model.get_output_embeddings().weight.clone()
+    facts = read_facts(folder)
+    text = read_text(folder / "evaluation.safetensors")
+    model = read_model(folder)
+    compare = _Tokens(model, *text) if facts["task"] == "text" else _Vectors(model, *text)
     found = []
     for run in runs:
         result = json.loads((run / "result.json").read_text(encoding="utf-8"))
@@ -42,7 +42,7 @@ def evaluate(folder: Path, runs: list[Path], group_size: int = 128) -> list[dict
             {
                 "nominal_bits": nominal_bits(result["bits"], weights),
                 "most_values_in_a_group": _most_values(result["bits"], weights, group_size),
-                **_compare(model, head, ids, reference),
+                **compare(model),
             }
         )
         for name, weight in original.items():
@@ -65,40 +65,58 @@ def _put(model: nn.Module, weights: dict[str, Tensor], layers: str) -> None:
         parameter.copy_(weight)
 
 
-def _reference(model: nn.Module, ids: Tensor, path: Path) -> Tensor:
-    if not path.exists():
-        save_file({"hidden": _full_hidden(model, ids)}, path)
-    return load_file(path)["hidden"]
+class _Tokens:
+    """Mean KL of predictions; the reference's are kept as what the output head reads, which is a hundredth of them."""
+
+    def __init__(self, model: nn.Module, ids_SL: Tensor, _: Tensor) -> None:
+        self._ids_SL = ids_SL
+        self._head_VH = model.get_output_embeddings().weight.clone()
+        self._reference_SLH = self._hidden(model)
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        sequences = zip(self._ids_SL, self._reference_SLH, self._hidden(model), strict=True)
+        sums_S3 = torch.stack([self._sequence(*sequence) for sequence in sequences])
+        kl, loss, reference_loss = sums_S3.mean(0).tolist()
+        return {
+            "kl": kl,
+            "kl_standard_error": _standard_error(sums_S3[:, 0]),
+            "perplexity": math.exp(loss),
+            "reference_perplexity": math.exp(reference_loss),
+        }
+
+    def _hidden(self, model: nn.Module) -> Tensor:
+        base = model.get_decoder()
+        return torch.cat([base(input_ids=ids[None], use_cache=False).last_hidden_state for ids in self._ids_SL])
+
+    def _sequence(self, ids_L: Tensor, reference_LH: Tensor, other_LH: Tensor) -> Tensor:
+        """Mean KL, loss and reference's loss of one sequence's predictions."""
+        sums = torch.zeros(3, dtype=torch.float64)
+        for start in range(0, len(ids_L) - 1, _ROWS_PER_STEP):
+            rows = slice(start, min(start + _ROWS_PER_STEP, len(ids_L) - 1))
+            log_p = (reference_LH[rows] @ self._head_VH.T).log_softmax(-1)
+            log_q = (other_LH[rows] @ self._head_VH.T).log_softmax(-1)
+            target = ids_L[rows.start + 1 : rows.stop + 1, None]
+            sums[0] += (log_p.exp() * (log_p - log_q)).double().sum()
+            sums[1] -= log_q.gather(-1, target).double().sum()
+            sums[2] -= log_p.gather(-1, target).double().sum()
+        return sums / (len(ids_L) - 1)
 
 
-def _full_hidden(model: nn.Module, ids_SL: Tensor) -> Tensor:
-    """Hidden states at every position; the head itself is applied later, some rows at a time."""
-    base = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-    return torch.cat([base(input_ids=ids[None], use_cache=False).last_hidden_state for ids in ids_SL])
+class _Vectors:
+    """Mean of 1 − cos between a text's vectors: ½ ‖e − e′‖², where that difference would cancel."""
+
+    def __init__(self, model: nn.Module, ids_SL: Tensor, mask_SL: Tensor) -> None:
+        self._text = ids_SL, mask_SL
+        self._reference_SH = sentence_vectors(model, *self._text)
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        change_SH = sentence_vectors(model, *self._text) - self._reference_SH
+        kl_S = change_SH.double().square().sum(-1) / 2
+        return {"kl": float(kl_S.mean()), "kl_standard_error": _standard_error(kl_S)}
 
 
-def _compare(model: nn.Module, head_VH: Tensor, ids_SL: Tensor, reference_SLH: Tensor) -> dict[str, float]:
-    kls, losses, reference_losses = [], [], []
-    for ids, hidden, other in zip(ids_SL, reference_SLH, _full_hidden(model, ids_SL), strict=True):
-        kl, loss, reference_loss = [], [], []
-        for start in range(0, len(ids) - 1, _ROWS_PER_STEP):
-            rows = slice(start, min(start + _ROWS_PER_STEP, len(ids) - 1))
-            log_p = (hidden[rows] @ head_VH.T).log_softmax(-1)
-            log_q = (other[rows] @ head_VH.T).log_softmax(-1)
-            kl.append((log_p.exp() * (log_p - log_q)).double().sum(-1))
-            target = ids[rows.start + 1 : rows.stop + 1, None]
-            loss.append(-log_q.gather(-1, target).double())
-            reference_loss.append(-log_p.gather(-1, target).double())
-        kls.append(torch.cat(kl).mean())
-        losses.append(torch.cat(loss).mean())
-        reference_losses.append(torch.cat(reference_loss).mean())
-    per_sequence = torch.stack(kls)
-    return {
-        "kl": float(per_sequence.mean()),
-        "kl_standard_error": float(per_sequence.std() / len(per_sequence) ** 0.5),
-        "perplexity": float(torch.stack(losses).mean().exp()),
-        "reference_perplexity": float(torch.stack(reference_losses).mean().exp()),
-    }
+def _standard_error(values_S: Tensor) -> float:
+    return float(values_S.std() / len(values_S) ** 0.5)
 
 
 def _most_values(bits: dict[str, float], weights: dict[str, Tensor], group_size: int) -> dict[str, int]:

@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-from collections.abc import Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import modelopt.torch.quantization as mtq
 import record
 import torch
+from modelopt.torch.quantization.algorithms import AutoQuantizeGradientSearcher
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 ALGORITHMS: dict[str, Any] = {
     "max": "max",
@@ -35,6 +35,8 @@ ALGORITHMS: dict[str, Any] = {
     "awq_clip": {"method": "awq_clip"},
     "mse": {"method": "mse"},
 }
+#: What is in no tool's question.
+OUTSIDE = ["*lm_head*", "*pooler*"]
 
 
 def config(bits: int, group_size: int, algorithm: str) -> dict[str, Any]:
@@ -43,30 +45,55 @@ def config(bits: int, group_size: int, algorithm: str) -> dict[str, Any]:
         "quant_cfg": [
             {"quantizer_name": "*", "enable": False},
             {"quantizer_name": "*weight_quantizer", "cfg": {"num_bits": bits, "block_sizes": {-1: group_size}}},
-            {"quantizer_name": "*lm_head*", "enable": False},
+            *({"quantizer_name": name, "enable": False} for name in OUTSIDE),
         ],
         "algorithm": copy.deepcopy(ALGORITHMS[algorithm]),
     }
 
 
-def forward_step(model: nn.Module, ids: Tensor) -> Any:
+#: (ids, mask) of one step.
+Step = tuple[Tensor, Tensor]
+
+
+def language_step(model: nn.Module, step: Step) -> Any:
     """One sequence, with labels, so that the output has a loss."""
-    return model(input_ids=ids, labels=ids, use_cache=False)
+    return model(input_ids=step[0], labels=step[0], use_cache=False).loss
 
 
-def search(model: nn.Module, bits: float, group_size: int, algorithm: str, steps: Iterable[Tensor]) -> nn.Module:
+def vector_step(model: nn.Module, step: Step) -> Any:
+    """Some texts; the loss has the Fisher information of their vectors, as bitwright's has."""
+    vectors_SH = record.sentence_vectors(model, *step)
+    return (vectors_SH * torch.randn(vectors_SH.shape)).sum()
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is run on, and how."""
+
+    steps: list[Step]
+    loss: Callable[[nn.Module, Step], Any]
+
+
+def read_data(folder: Path, task: str) -> Data:
+    """A sequence a step, or eight texts."""
+    size, loss = (1, language_step) if task == "text" else (8, vector_step)
+    parts = (part.split(size) for part in record.read_text(folder / "calibration.safetensors"))
+    return Data(list(zip(*parts, strict=True)), loss)
+
+
+def search(model: nn.Module, bits: float, group_size: int, algorithm: str, data: Data) -> nn.Module:
     """The model, quantised as ModelOpt chooses."""
     formats = [config(4, group_size, algorithm), config(8, group_size, "max")]
-    num_steps = len(list(steps))
+    num_steps = len(data.steps)
     found, _ = mtq.auto_quantize(
         model,
-        # the head is in no tool's question, so its 16 bits do not count
-        constraints={"effective_bits": bits, "cost": {"excluded_module_name_patterns": ["*lm_head*"]}},
+        # the 16 bits of what is not in question do not count
+        constraints={"effective_bits": bits, "cost": {"excluded_module_name_patterns": OUTSIDE}},
         quantization_formats=formats,
-        data_loader=steps,
-        forward_step=forward_step,
-        loss_func=lambda output, _: output.loss,
-        disabled_layers=["*lm_head*"],
+        data_loader=data.steps,
+        forward_step=data.loss,
+        loss_func=lambda loss, _: loss,
+        disabled_layers=OUTSIDE,
         num_calib_steps=_calibration_steps(num_steps, algorithm),
         num_score_steps=num_steps,
         module_search_spaces=[
@@ -81,12 +108,13 @@ def _calibration_steps(num_steps: int, algorithm: str) -> int:
     return 4 * num_steps if "awq" in algorithm else 1
 
 
-def uniform(model: nn.Module, bits: int, group_size: int, algorithm: str, steps: Iterable[Tensor]) -> nn.Module:
-    """The model with every decoder linear alike."""
+def uniform(model: nn.Module, bits: int, group_size: int, algorithm: str, data: Data) -> nn.Module:
+    """The model with every linear layer in question alike."""
 
     def forward_loop(model: nn.Module) -> None:
-        for ids in steps:
-            forward_step(model, ids)
+        with torch.no_grad():
+            for step in data.steps:
+                data.loss(model, step)
 
     return mtq.quantize(model, config(bits, group_size, algorithm), forward_loop)
 
@@ -99,12 +127,14 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="max")
     arguments = parser.parse_args()
-    facts = json.loads((arguments.folder / "facts.json").read_text(encoding="utf-8"))
+    facts = record.read_facts(arguments.folder)
+    torch.manual_seed(0)
 
     stopwatch = record.Stopwatch()
-    model = AutoModelForCausalLM.from_pretrained(arguments.folder, dtype=torch.float32).eval()
-    steps = list(record.read_tokens(arguments.folder / "calibration.safetensors").split(1))
-    ask = (arguments.group_size, arguments.algorithm, steps)
+    model = record.read_model(arguments.folder)
+    for names in facts["tied"]:  # its own rules know the decoders' names; a second rule for the same changes nothing
+        AutoQuantizeGradientSearcher.quant_grouping_rules.append(rf"^(.*?)\.({names.replace(' ', '|')})$")
+    ask = (arguments.group_size, arguments.algorithm, read_data(arguments.folder, facts["task"]))
     if arguments.bits in (4, 8):
         model = uniform(model, int(arguments.bits), *ask)
     else:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import record
-import torch
 from torch import Tensor
 
 from bitwright.models import Site, find_sites, site_weight
@@ -28,10 +27,12 @@ from bitwright.search.cache import Cache
 from bitwright.search.candidate import Candidate, candidates_of
 from bitwright.search.correct import Correction
 from bitwright.search.learn import Learned, learn
+from bitwright.search.output import open_output
 from bitwright.search.price import Prices, price_model
 from bitwright.search.problem import build_problem
 from bitwright.search.progress import Silent
 from bitwright.search.settings import default_schemes
+from bitwright.search.task import TASKS
 from bitwright.search.text import TextSet
 
 #: Fuses q, k, v and gate, up.
@@ -70,34 +71,36 @@ class Search:
         }
 
 
-def text_of(path: Path) -> TextSet:
-    """Tokens as a set of text; every token but the first of a sequence is scored."""
-    ids = record.read_tokens(path)
-    scored = torch.ones_like(ids, dtype=torch.bool)
-    scored[:, 0] = False
+def text_of(path: Path, whole_texts: bool) -> TextSet:
+    """Tokens as a set of text; every prediction is scored, or every token of whole texts."""
+    ids, mask = record.read_text(path)
+    scored = mask.bool()
+    if not whole_texts:
+        scored[:, 0] = False
     return TextSet(
         source=path.name,
         description="tokens",
         input_ids=ids,
         scored=scored,
-        padding=torch.zeros_like(scored),
+        padding=~mask.bool(),
         hash="",
     )
 
 
 def open_search(folder: Path, schemes: Sequence[str], roundings: Sequence[str] | None) -> Search:
     """Load, calibrate and score."""
-    loaded = load(folder)
+    loaded, task = load(folder), record.read_facts(folder)["task"]
     sites = tuple(site for site in find_sites(loaded.model) if site.role not in ("embedding", "lm_head"))
     candidates = [c for c in candidates_of(schemes) if roundings is None or c.rounding in roundings]
     learned = learn(
         loaded.model,
         sites,
-        text_of(folder / "calibration.safetensors"),
+        text_of(folder / "calibration.safetensors", TASKS[task].whole_texts),
         candidates,
         seed=0,
         cache=Cache(folder=None),
         progress=Silent(),
+        output=open_output(task, loaded),
     )
     return Search(loaded=loaded, sites=sites, prices=price_model(loaded, sites), learned=learned)
 

@@ -52,9 +52,31 @@ class Stopwatch:
         }
 
 
-def read_tokens(path: Path) -> Tensor:
-    """int64 [sequences, length]."""
-    return load_file(path)["input_ids"]
+def read_text(path: Path) -> tuple[Tensor, Tensor]:
+    """Token ids and a mask that is 0 at padding, both int64 [sequences, length]."""
+    found = load_file(path)
+    return found["input_ids"], found["mask"]
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What `prepare.py` says of a model."""
+    facts: dict[str, Any] = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+    return facts
+
+
+def read_model(folder: Path) -> nn.Module:
+    """The fp32 model of a folder: a causal language model, or an encoder without its head."""
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    kind = AutoModelForCausalLM if read_facts(folder)["task"] == "text" else AutoModel
+    return kind.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def sentence_vectors(model: nn.Module, ids_SL: Tensor, mask_SL: Tensor) -> Tensor:
+    """Unit vectors of texts [sequences, hidden]: the mean over tokens, as sentence encoders say it."""
+    hidden_SLH = model(input_ids=ids_SL, attention_mask=mask_SL).last_hidden_state
+    mean_SH = (hidden_SLH * mask_SL[..., None]).sum(1) / mask_SL.sum(1, keepdim=True)
+    return torch.nn.functional.normalize(mean_SH, dim=-1)
 
 
 def write(
