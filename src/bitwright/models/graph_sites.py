@@ -3,7 +3,7 @@
     found = find_graph_sites(module, (input_ids,))
     found.weights      sites as find_sites gives them, for any code: nn.Linear, x @ self.w, einsum, F.linear
     found.kept         matrices that are no sites, each with its reason
-    found.values       what is computed between them (graph_values.py)
+    found.values()     what is computed between them (graph_values.py)
 
 A parameter is a site where every operator that computes with it multiplies an input by it, or looks rows up in it by
 the ids that the model is given. Roles follow from names (names.py); two follow from the program itself: the table in
@@ -35,8 +35,10 @@ from bitwright.models.graph import (
     trace,
     weight_uses,
 )
+from bitwright.models.graph_values import find_graph_values
 from bitwright.models.names import EXPERT_PARAMETERS
 from bitwright.models.sites import Site, no_sites_error, role_of
+from bitwright.models.value_sites import ValueSite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +66,10 @@ class GraphSites:
     #: Site name → the places where the program computes with it.
     uses: Mapping[str, tuple[WeightUse, ...]]
     kept: tuple[KeptWeight, ...]
+
+    def values(self) -> dict[ValueSite, tuple[str, ...]]:
+        """Value site → names of the nodes of the program that compute it, in its order."""
+        return find_graph_values(self.program, self.weights, self.uses)
 
 
 def find_graph_sites(
