@@ -14,11 +14,12 @@ from small_plans import choice, plan_of, uniform_plan
 from torch import Tensor, nn
 
 from bitwright.errors import PlanError
-from bitwright.inference import emulate_plan
+from bitwright.inference import ValueRule, emulate_plan, value_tensors_of
 from bitwright.inference.graph import apply_to_program
 from bitwright.models.graph_sites import find_graph_sites
 from bitwright.models.sites import Site, find_sites
-from bitwright.quantize import fake_quantize
+from bitwright.models.value_sites import find_value_sites
+from bitwright.quantize import VALUE_SCHEMES, fake_quantize
 from bitwright.quantize.schemes.integer import SCHEMES as INTEGER_SCHEMES
 
 OTHER_IDS = torch.arange(45).reshape(3, 15) * 11 % 260
@@ -162,12 +163,37 @@ def test_a_plan_for_another_model_is_refused(case_of: Callable[[str], Case]) -> 
         apply_to_program(plan, case_of("plain").program)
 
 
+@pytest.mark.parametrize("scheme", ["int8_token", "fp8_e4m3_tensor"])
+def test_values_that_are_a_result_are_rounded_behind_it(case_of: Callable[[str], Case], scheme: str) -> None:
+    case = case_of("llama")
+    sites = [
+        site for site in find_value_sites(case.model) if site.role in ("mlp.up", "mlp.act", "mlp.down", "residual")
+    ]
+    assert len({site.part for site in sites}) == 5
+    weights = uniform_plan(case.sites, "fp8").sites
+    tensors = {
+        name: array
+        for site in sites
+        if VALUE_SCHEMES[scheme].static
+        for name, array in value_tensors_of(
+            site, ValueRule(scheme=VALUE_SCHEMES[scheme], scales={"y": torch.tensor([0.01]), "h": torch.tensor([0.01])})
+        ).items()
+    }
+    plan = plan_of([*weights, *(choice(site, scheme) for site in sites)], tensors)
+    planned = apply_to_program(plan, case.program).module()
+    with emulate_plan(plan, case.model, case.sites):
+        expected = case.run(case.model, OTHER_IDS)
+    assert torch.equal(case.run(planned, OTHER_IDS), expected)
+    weights_alone = apply_to_program(plan_of(weights), case.program).module()
+    assert not torch.equal(case.run(weights_alone, OTHER_IDS), expected)
+
+
 def test_values_without_a_place_are_refused_by_name(case_of: Callable[[str], Case]) -> None:
-    case = case_of("plain")
-    site = case.sites[0]
-    cache = choice(site, "kv_int8", name="blocks.0.attn:k_cache", kind="state", role="kv_cache")
-    with pytest.raises(PlanError, match=r"values at 'blocks\.0\.attn:k_cache'"):
-        apply_to_program(plan_of([cache]), case.program)
+    case = case_of("llama")
+    inside = [site for site in find_value_sites(case.model) if site.part in ("k_cache", "softmax_sum", "pv")]
+    plan = plan_of([choice(site, "int8_token") for site in inside[:4]])
+    with pytest.raises(PlanError, match=r"values at 'model\.layers\.0\.self_attn:k_cache', 'model\.layers\.0"):
+        apply_to_program(plan, case.program)
 
 
 def test_rounded_inputs_are_seen_where_the_product_is() -> None:

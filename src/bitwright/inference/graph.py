@@ -4,7 +4,8 @@
     planned.module()(input_ids)              # what emulate gives
     torch.export.save(planned, "planned.pt2")
 
-Weights are replaced in the program's state dict by the values that their codes stand for. Where a choice rounds inputs,
+Weights are replaced in the program's state dict by the values that their codes stand for, and values that are some
+operator's result (of an MLP, a router, the residual stream) are rounded behind it. Where a choice rounds inputs,
 what `emulate` does to them is traced with the shapes of that very place and inserted before the product: the operators
 `bitwright::fake_quantize` and `bitwright::round_values`, and those of a transform. So there is one definition of what a
 choice does, and the program needs nothing of bitwright but these operators (import bitwright.quantize before it is
@@ -31,13 +32,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from bitwright.errors import PlanError
 from bitwright.inference.apply import site_rules
 from bitwright.inference.emulate import SiteRule, emulate
+from bitwright.inference.values import ValueRule, value_rules
 from bitwright.models.graph import WeightUse, canonical_names, weight_uses
-from bitwright.models.graph_sites import sites_of_program
+from bitwright.models.graph_sites import GraphSites, sites_of_program
 from bitwright.models.linear_calls import Matrix, matrices_of
 from bitwright.models.names import EXPERT_PARAMETERS
 from bitwright.models.sites import Site
+from bitwright.models.value_calls import ATTENTION_PARTS
 from bitwright.plan import Plan, SiteChoice
 from bitwright.quantize.static_scales import round_input
+from bitwright.quantize.value_rounding import round_values
 
 #: Names of the constants that are added to a program begin with it.
 CONSTANT_PREFIX = "bitwright_constant_"
@@ -56,14 +60,16 @@ def apply_to_program(plan: Plan, program: ExportedProgram, sites: Sequence[Site]
             of its own; all of them are named.
         SchemeError: rows of one fused matrix ask for different roundings of their one input.
     """
-    choices = [choice for choice in plan.sites if choice.kind == "weight"]
-    _raise_if_no_place([c.name for c in plan.sites if c.kind != "weight" and c.scheme != "as_loaded"], "values")
-    prefix, located = _locate(plan, choices, program, sites)
-    rules = site_rules(plan.replace(sites=tuple(choices)), located)
+    graph = sites_of_program(program)
+    prefix, located = _locate(plan, graph, sites)
+    rules = site_rules(plan, located)
     changed = [matrix for matrix in matrices_of(located) if any(site.name in rules for site in matrix.sites)]
     roundings = _places_of_roundings(program, changed, rules, prefix)
+    values = _places_of_values(plan, graph, prefix)
     state_dict = _changed_weights(program, located, rules, prefix)
     rewriter = _Rewriter.of(program)
+    for node, operand, value_rule in values:
+        rewriter.round_result(node, operand, value_rule)
     for use, rule in roundings:
         rewriter.round_input(use, rule)
     return rewriter.finish(program, state_dict)
@@ -72,13 +78,12 @@ def apply_to_program(plan: Plan, program: ExportedProgram, sites: Sequence[Site]
 # --- where a plan's sites are in a program ----------------------------------------------------------------------------
 
 
-def _locate(
-    plan: Plan, choices: Sequence[SiteChoice], program: ExportedProgram, sites: Sequence[Site] | None
-) -> tuple[str, tuple[Site, ...]]:
-    """What stands before the model's names in the program, and the plan's sites with the model's own names."""
+def _locate(plan: Plan, graph: GraphSites, sites: Sequence[Site] | None) -> tuple[str, tuple[Site, ...]]:
+    """What stands before the model's names in the program, and the plan's weight sites with the model's own names."""
+    choices = [choice for choice in plan.sites if choice.kind == "weight"]
+    program = graph.program
     names = set(program.state_dict)
     known = {} if sites is None else {site.name: site for site in sites}
-    graph = sites_of_program(program)
     by_matrix = {(site.parameter, site.expert): site for site in graph.weights}
     missing: list[str] = []
     for prefix in _prefixes(choices, names):
@@ -97,6 +102,7 @@ def _locate(
 def _prefixes(choices: Sequence[SiteChoice], names: set[str]) -> Iterator[str]:
     """What may stand before the model's names: nothing, or the names of modules around it."""
     yield ""
+    # one name tells it: whatever stands before the module of the first site
     module = choices[0].module if choices else ""
     around = {name[: name.index(f".{module}.") + 1] for name in names if module and f".{module}." in name}
     yield from sorted(around, key=len)
@@ -179,6 +185,24 @@ def _places_of_roundings(
     return places
 
 
+def _places_of_values(plan: Plan, graph: GraphSites, prefix: str) -> list[tuple[str, str, ValueRule]]:
+    """Every node whose result is rounded, what value sites call it, and its rule.
+
+    Raises:
+        PlanError: values that are no operator's result in this program: what attention does inside a fused softmax,
+            what a cache keeps, and what a norm takes in.
+    """
+    chosen = [choice.name for choice in plan.sites if choice.kind != "weight" and choice.scheme != "as_loaded"]
+    if not chosen:
+        return []
+    nodes = {site.name.removeprefix(prefix): nodes for site, nodes in graph.values().items()}
+    known = {replace(site, name=site.name.removeprefix(prefix)) for site in graph.values()}
+    alone = {site.name for site in known if len(site.operands) == 1 and site.part not in ATTENTION_PARTS}
+    _raise_if_no_place([name for name in chosen if name not in alone], "values")
+    rules = value_rules(plan, known)
+    return [(node, site.operands[0], rule) for site, rule in rules.items() for node in nodes[site.name]]
+
+
 def _raise_if_no_place(names: Sequence[str], what: str) -> None:
     if names:
         raise PlanError(
@@ -235,6 +259,8 @@ class _Rewriter:
     nodes: dict[str, Node]
     input_specs: list[InputSpec]
     constants: dict[str, Any]
+    #: Name of a node whose result is rounded → the rounded one.
+    results: dict[str, Node] = field(default_factory=dict)
     #: (name of the node whose values are rounded, rule, rounded node): products that share an input share its rounding.
     rounded: list[tuple[str, SiteRule, Node]] = field(default_factory=list)
 
@@ -253,6 +279,16 @@ class _Rewriter:
             constants=dict(program.constants),
         )
 
+    def round_result(self, name: str, operand: str, rule: ValueRule) -> None:
+        """Round what a node computes, for all that read it."""
+        scale = rule.scale(operand)
+        node = self.nodes[name]
+        readers = list(node.users)
+        result = self._insert(lambda value: round_values(value, rule.scheme, scale), node)
+        for reader in readers:
+            reader.replace_input_with(node, result)
+        self.results[name] = result
+
     def round_input(self, use: WeightUse, rule: SiteRule) -> None:
         """Round what a product takes in; what is looked up in a changed weight is changed back instead."""
         user = self.nodes[use.node]
@@ -264,7 +300,7 @@ class _Rewriter:
             return
         assert use.x is not None and rule.activations is not None
         scheme = rule.activations
-        source = self.nodes[use.x]
+        source = self.results.get(use.x, self.nodes[use.x])
         result = next((n for name, r, n in self.rounded if name == use.x and r.rounds_inputs_like(rule)), None)
         if result is None:
             result = self._insert(lambda x: round_input(rule.transform.input(x), scheme, rule.input_scale), source)

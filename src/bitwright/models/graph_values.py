@@ -216,7 +216,7 @@ def _site(module: str, part: str, node: Node) -> ValueSite:
     role, kind = PARTS[part]
     operand = node.all_input_nodes[0] if part == "qk" else node
     value = operand.meta["val"]
-    shape = [int(size) for size in (value[0] if isinstance(value, tuple | list) else value).shape]
+    shape = (value[0] if isinstance(value, tuple | list) else value).shape
     in_heads = role.startswith("attn.") and len(shape) == 4
     numbered = re.search(r"(?:^|\.)(\d+)(?=\.|$)", module)
     return ValueSite(
@@ -225,7 +225,8 @@ def _site(module: str, part: str, node: Node) -> ValueSite:
         role=role,
         module=module,
         tied_group=None,
-        num_heads=shape[1] if in_heads else 1,
-        head_dim=1 if part == "softmax" else shape[-1],
+        # only sizes that are read here become numbers: batch and length may be free in the program
+        num_heads=int(shape[1]) if in_heads else 1,
+        head_dim=1 if part == "softmax" else int(shape[-1]),
         layer=int(numbered.group(1)) if numbered else None,
     )
