@@ -35,11 +35,13 @@ from bitwright.quantize.static_scales import round_input
 
 
 @overload
-def apply(plan: Plan, model: ExportedProgram, *, sites: Sequence[Site] | None = None) -> ExportedProgram: ...
+def apply(plan: Plan, model: ExportedProgram, *, sites: Sequence[Site] | None = None) -> ExportedProgram:
+    """A program gives a program."""
 
 
 @overload
-def apply(plan: Plan, model: nn.Module | LoadedModel, *, sites: Sequence[Site] | None = None) -> nn.Module: ...
+def apply(plan: Plan, model: nn.Module | LoadedModel, *, sites: Sequence[Site] | None = None) -> nn.Module:
+    """A model gives a model."""
 
 
 def apply(
