@@ -173,7 +173,9 @@ def attend(
     e = torch.exp(scores - highest)
     total = torch.zeros_like(highest) if sink is None else torch.exp(sink - highest)
     for block in e.split(SUM_BLOCK_KEYS, dim=-1):
-        total = offer("softmax_sum", "sum", total + block.sum(-1, keepdim=True))
+        added = block.sum(-1, keepdim=True)
+        # where all keys of a block are masked, kernels do not come by: the sum is not rounded once more
+        total = torch.where(added > 0, offer("softmax_sum", "sum", total + added), total)
     p = offer("pv", "p", offer("softmax", "p", e))
     v = offer("pv", "v", value.float())
     o = offer("output", "o", (p @ _per_query_head(v, q)) / total)
