@@ -11,11 +11,13 @@ import torch
 from tiny_search import NoStage, random_text, text_set
 
 from bitwright.errors import PlanError
+from bitwright.inference import Overflows
 from bitwright.models.loaded import LoadedModel
 from bitwright.plan import Plan, load_plan, write_plan
 from bitwright.search.compare import TokenEffects
+from bitwright.search.limits import judge
 from bitwright.search.outputs.tokens import Tokens
-from bitwright.search.verify import ReferenceFacts, bf16_floor, judge, lasting_path, measured_record, verify
+from bitwright.search.verify import PlanRun, ReferenceFacts, bf16_floor, lasting_path, measured_record, verify
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
@@ -83,8 +85,22 @@ def test_the_tail_is_told_from_a_hundred_thousand_tokens_on() -> None:
             num_agreeing=per_sequence,
             token_kl=token_kl,
         )
-        found = measured_record(effects, Tokens(), facts, text, 0, 0.0).kl_p999
+        run = PlanRun(effects=effects, repetition=0.0, rounded=Overflows())
+        found = measured_record(run, Tokens(), facts, text, 0).kl_p999
         assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_overflows_are_told_where_values_are_rounded(load_tiny: Callable[..., LoadedModel]) -> None:
+    """Three values of a thousand beyond the range, in two of ten tokens; and nothing rounded."""
+    model, text = load_tiny("llama").model, random_text(8, 16)
+    reference = Tokens().run_reference(model, text, NoStage())
+    effects = Tokens().compare(reference, model, NoStage())
+    facts = ReferenceFacts(bf16_floor_kl=1e-3, repetition=0.0)
+    rounded = Overflows(num_values=1000, num_overflows=3, num_tokens=10, num_overflowed_tokens=2)
+    for counts, expected in ((rounded, (3000.0, 0.2)), (Overflows(), (None, None))):
+        run = PlanRun(effects=effects, repetition=0.0, rounded=counts)
+        found = measured_record(run, Tokens(), facts, text, 0)
+        assert (found.overflows, found.fallback_rate) == expected
 
 
 def test_the_bf16_floor_is_the_kl_of_the_model_in_bf16(load_tiny: Callable[..., LoadedModel]) -> None:

@@ -189,6 +189,9 @@ def measured_rows(measured: Measured) -> list[tuple[str, str]]:
     if measured.repetition is not None:
         repetition = measured.repetition
         rows.append(("repetition", f"{spell_percent(repetition.plan)} (reference {spell_percent(repetition.base)})"))
+    if measured.overflows is not None:
+        fell_back = f"{spell_percent(measured.fallback_rate or 0.0)} of tokens have one at a matrix"
+        rows.append(("overflows", f"{spell_number(measured.overflows)} per million rounded values; {fell_back}"))
     source = f" of {measured.source}" if measured.source else ""
     rows.append(
         (

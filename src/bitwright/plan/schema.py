@@ -167,6 +167,11 @@ class Measured(Record):
     #: KL that one token in a thousand exceeds; None below 100,000 tokens, where it would be noise.
     kl_p999: Number | None = None
     repetition: Repetition | None = None
+    #: Values beyond a format's range, before they are cast, per million rounded values; None where none are rounded.
+    overflows: Number | None = None
+    #: Share of the rounded rows (a token at one matrix) with such a value, 0 … 1: what falls back to a wider format
+    #: where an engine checks.
+    fallback_rate: Number | None = None
     #: Name of the text and its hash, where it is not the plan's own evaluation text.
     source: str | None = None
     hash: str | None = None

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from bitwright.errors import PlanError
-from bitwright.inference import emulate_plan
+from bitwright.inference import Counters, Overflows, emulate_plan
 from bitwright.models import Site, find_sites
 from bitwright.models.load import BUILT_IN, load
 from bitwright.models.loaded import LoadedModel
-from bitwright.plan import Limit, Measured, Plan, Repetition
+from bitwright.plan import Measured, Plan, Repetition
 from bitwright.search.bootstrap import kl_estimate
 from bitwright.search.documents import CALIBRATION_SETS
 from bitwright.search.output import Effects, Output, Reference, open_output
@@ -63,6 +63,17 @@ def bf16_floor(model: nn.Module, output: Output, reference: Reference, stage: St
     return output.compare(reference, half, stage, FLOOR_SEQUENCES).mean_kl
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanRun:
+    """What running a plan on a text gave."""
+
+    effects: Effects
+    #: None where the model continues no text.
+    repetition: float | None
+    #: Counts over all values that were rounded on the way.
+    rounded: Overflows
+
+
 @torch.no_grad()
 def prove(
     plan: Plan,
@@ -76,11 +87,14 @@ def prove(
 ) -> Measured:
     """Measure a plan on the reference's text: KL and what else its output has, with 95 % intervals, and repetition."""
     text = reference.text
-    with emulate_plan(plan, loaded.model, sites) as model:
+    counters: Counters = {}
+    with emulate_plan(plan, loaded.model, sites, counters=counters) as model:
         with progress.stage("measure the plan", text.num_sequences) as stage:
             effects = output.compare(reference, model, stage)
+        rounded = sum(counters.values(), Overflows())
         repeated = _repetition(model, output, text, "plan's generations", progress)
-    return measured_record(effects, output, facts, text, plan.seed, repeated)
+    run = PlanRun(effects=effects, repetition=repeated, rounded=rounded)
+    return measured_record(run, output, facts, text, plan.seed)
 
 
 def _repetition(model: nn.Module, output: Output, text: TextSet, name: str, progress: Progress) -> float | None:
@@ -90,31 +104,24 @@ def _repetition(model: nn.Module, output: Output, text: TextSet, name: str, prog
         return repetition(model, text, stage)
 
 
-def measured_record(
-    effects: Effects, output: Output, facts: ReferenceFacts, text: TextSet, seed: int, repeated: float | None
-) -> Measured:
+def measured_record(run: PlanRun, output: Output, facts: ReferenceFacts, text: TextSet, seed: int) -> Measured:
     """The record of a measurement: means with the intervals of a paired bootstrap over sequences."""
     repetitions = None
-    if facts.repetition is not None and repeated is not None:
-        repetitions = Repetition(base=facts.repetition, plan=repeated)
+    if facts.repetition is not None and run.repetition is not None:
+        repetitions = Repetition(base=facts.repetition, plan=run.repetition)
+    any_rounded = run.rounded.num_values > 0
     return Measured(
-        kl=kl_estimate(effects, seed).interval,
+        kl=kl_estimate(run.effects, seed).interval,
         unit=output.unit,
         bf16_floor_kl=facts.bf16_floor_kl,
         tokens=text.num_tokens,
         sequences=text.num_sequences,
         repetition=repetitions,
+        overflows=run.rounded.per_million if any_rounded else None,
+        fallback_rate=run.rounded.fallback_rate if any_rounded else None,
         source=text.source,
         hash=text.hash,
-        **output.figures(effects, seed),
-    )
-
-
-def judge(plan_limits: dict[str, float], values: dict[str, float]) -> tuple[Limit, ...]:
-    """Every limit beside its measured value. Bytes are counted exactly, which is measuring them."""
-    return tuple(
-        Limit(name=name, limit=limit, value=values[name], status="measured" if values[name] <= limit else "missed")
-        for name, limit in plan_limits.items()
+        **output.figures(run.effects, seed),
     )
 
 
