@@ -58,13 +58,13 @@ class ActivationAware:
         """
         if seen is None:
             raise SchemeError("awq needs the inputs of the matrix; calibrate first, or use transform hadamard")
-        magnitude_K = seen.x_TK.abs().mean(0, dtype=torch.float32)
         trial = Trial.of(weight_NK, seen.x_TK, seen.token_weights_T, scheme)
-        unchanged = Fitted(column_scales_K=torch.ones(weight_NK.shape[1]))
-        return trial.best([unchanged, *(_scaled(magnitude_K, alpha) for alpha in ALPHAS)])
+        alpha = trial.best(ALPHAS, _scaled)
+        return Fitted(column_scales_K=torch.ones(weight_NK.shape[1])) if alpha is None else _scaled(seen.x_TK, alpha)
 
 
-def _scaled(magnitude_K: Tensor, alpha: float) -> Fitted:
+def _scaled(x_TK: Tensor, alpha: float) -> Fitted:
+    magnitude_K = x_TK.abs().mean(0, dtype=torch.float32)
     used = magnitude_K > 0
     log_K = torch.where(used, magnitude_K, 1.0).log()
     mean = log_K.sum() / used.sum().clamp(min=1)

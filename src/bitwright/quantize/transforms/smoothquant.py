@@ -52,18 +52,18 @@ class SmoothQuant:
         """
         if seen is None:
             raise SchemeError("smoothquant needs the inputs of the matrix; calibrate first, or use transform hadamard")
-        amax_x_K = seen.x_TK.abs().amax(0).float()
-        amax_w_K = weight_NK.abs().amax(0)
         trial = Trial.of(weight_NK, seen.x_TK, seen.token_weights_T, scheme)
-        unchanged = Fitted(column_scales_K=torch.ones(weight_NK.shape[1]))
-        return trial.best([unchanged, *(_smoothed(amax_x_K, amax_w_K, alpha) for alpha in ALPHAS)])
+        amax_w_K = weight_NK.abs().amax(0)
+        alpha = trial.best(ALPHAS, lambda x_TK, alpha: _smoothed(x_TK, amax_w_K, alpha))
+        if alpha is None:
+            return Fitted(column_scales_K=torch.ones(weight_NK.shape[1]))
+        return _smoothed(seen.x_TK, amax_w_K, alpha)
 
 
-def _smoothed(amax_x_K: Tensor, amax_w_K: Tensor, alpha: float) -> Fitted:
-    log_s_K = alpha * amax_x_K.log() - (1 - alpha) * amax_w_K.log()
+def _smoothed(x_TK: Tensor, amax_w_K: Tensor, alpha: float) -> Fitted:
+    log_s_K = alpha * x_TK.abs().amax(0).float().log() - (1 - alpha) * amax_w_K.log()
     used = torch.isfinite(log_s_K)
-    log_s_K = torch.where(used, log_s_K, 0.0)
-    mean = log_s_K.sum() / used.sum().clamp(min=1)
+    mean = torch.where(used, log_s_K, 0.0).sum() / used.sum().clamp(min=1)
     return Fitted(column_scales_K=torch.where(used, log_s_K - mean, 0.0).exp())
 
 
