@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +19,12 @@ from bitwright.quantize import SCHEMES, VALUE_SCHEMES, TensorScheme
 from bitwright.quantize.granularity import ROW, TENSOR, group
 from bitwright.quantize.scheme import Scaling
 from bitwright.quantize.value_scheme import ValueScheme
+from bitwright.search.cache import Cache
 from bitwright.search.calibrate import calibrate
 from bitwright.search.candidate import Candidate
 from bitwright.search.jumps import Jumps, fit_jumps
+from bitwright.search.progress import Silent
+from bitwright.search.value_learn import default_value_schemes, experts_per_token, learn_values
 from bitwright.search.value_observer import SeenValues, ValueObserver
 from bitwright.search.value_router import flip_kl, flip_share
 from bitwright.search.value_scores import ValueLearned, sample_groups, score_values, value_candidates
@@ -28,7 +32,7 @@ from bitwright.search.value_scores import ValueLearned, sample_groups, score_val
 TEXT = random_text(24, 64, vocabulary=256)
 
 
-def learn(architecture: str, schemes: list[str]) -> tuple[Any, tuple[ValueSite, ...], ValueLearned]:
+def learned_of(architecture: str, schemes: list[str]) -> tuple[Any, tuple[ValueSite, ...], ValueLearned]:
     model = make_value_model(architecture)
     value_sites, sites = find_value_sites(model), find_sites(model)
     observer = ValueObserver(
@@ -58,7 +62,7 @@ def measured_kl(model: Any, sites: tuple[ValueSite, ...], learned: ValueLearned,
 def worst_of_the_first_layer(architecture: str) -> list[tuple[float, float]]:
     """(predicted, measured) of sites of the first layer under the scheme that costs each most, one site at a time."""
     schemes = ["bf16_values", "int8_token", "fp8_e4m3_head", "int4_token", "int4_channel_g32", "fp8_e4m3_unit"]
-    model, sites, learned = learn(architecture, schemes)
+    model, sites, learned = learned_of(architecture, schemes)
     roles = {"attn.qk", "attn.softmax", "attn.pv", "attn.output", "kv_cache", "residual", "norm"}
     pairs = []
     for site in sites:
@@ -100,7 +104,7 @@ def test_the_law_of_jumps_is_found_again() -> None:
 
 
 def test_a_changed_choice_of_experts_costs_more_than_its_gradient_says() -> None:
-    model, sites, learned = learn("mixtral", ["bf16_values"])
+    model, sites, learned = learned_of("mixtral", ["bf16_values"])
     bf16 = Candidate(scheme="bf16_values")
     routers = [site for site in sites if site.role == "router"]
     predicted = sum(learned.scores[site.name][bf16] for site in routers)
@@ -129,21 +133,22 @@ def test_the_cost_of_swaps_is_that_of_experts_drawn_at_random() -> None:
 
 
 def test_static_scales_come_from_all_tokens() -> None:
-    model, sites, learned = learn("llama", ["fp8_e4m3_head", "fp8_e4m3_tensor"])
+    model, sites, learned = learned_of("llama", ["fp8_e4m3_head", "fp8_e4m3_tensor"])
     (site,) = (s for s in sites if s.name == "model.layers.0.self_attn:k_cache")
     with torch.no_grad():
         keys = model(TEXT.input_ids, use_cache=True).cache.layers[0].keys
     amax = keys.abs().amax((0, 2, 3))
-    torch.testing.assert_close(learned.amax[site.name, "k"], amax, rtol=1e-4, atol=0)
-    per_head = learned.rule(site, Candidate(scheme="fp8_e4m3_head")).scales["k"]
-    torch.testing.assert_close(per_head, amax / 448, rtol=1e-4, atol=0)
-    whole = learned.rule(site, Candidate(scheme="fp8_e4m3_tensor")).scales["k"]
-    torch.testing.assert_close(whole, amax.amax(0, keepdim=True) / 448, rtol=1e-4, atol=0)
+    for scheme, expected in (("fp8_e4m3_head", amax / 448), ("fp8_e4m3_tensor", amax.amax(0, keepdim=True) / 448)):
+        choice = Candidate(scheme=scheme)
+        rule = learned.rules(sites, {site.name: choice})[site]
+        torch.testing.assert_close(rule.scales["k"], expected, rtol=1e-4, atol=0)
+        (name, kept), *others = learned.tensors_of(site, choice).items()
+        assert name == f"{site.name}/scale" and torch.equal(torch.from_numpy(kept), rule.scales["k"]) and not others
 
 
 def test_overflows_that_are_to_be_expected() -> None:
     values = torch.tensor([1.0, 7e4, -7e4, 3.0]).reshape(4, 1, 1)
-    seen = SeenValues(num_seen=40, num_kept=4, amax_H=torch.tensor([7e4]), batches=[[values, torch.ones(4, 1, 1)]])
+    seen = SeenValues(num_seen=40, num_kept=4, amax_H=torch.tensor([7e4]), batches=[(values, [torch.ones(4, 1, 1)])])
     (site,) = (s for s in find_value_sites(make_value_model("llama")) if s.name == "model.layers.0:residual")
     fp16, bf16 = Candidate(scheme="fp16_values"), Candidate(scheme="bf16_values")
     found = score_values([site], {(site.name, "h"): seen}, ["fp16_values", "bf16_values"], num_scored=20)
@@ -154,13 +159,32 @@ def test_overflows_that_are_to_be_expected() -> None:
 def test_kl_is_half_the_mean_square_of_first_order_shifts() -> None:
     draw = torch.Generator().manual_seed(1)
     values, g = torch.randn(6, 2, 4, generator=draw), torch.randn(6, 2, 4, generator=draw).bfloat16()
-    seen = SeenValues(num_seen=12, num_kept=6, amax_H=values.abs().amax((0, 2)), batches=[[values, g]])
+    seen = SeenValues(num_seen=12, num_kept=6, amax_H=values.abs().amax((0, 2)), batches=[(values, [g])])
     (site,) = (s for s in find_value_sites(make_value_model("llama")) if s.name == "model.layers.0.self_attn:v_cache")
     token = Candidate(scheme="int8_token")
     found = score_values([site], {(site.name, "v"): seen}, ["int8_token"], num_scored=3)
     scale = values.abs().amax(-1, keepdim=True) / 127
-    shift = (((values / scale).round() * scale - values) * g.float()).sum((1, 2))
+    shift = (((values / scale).round() * scale - values) * g.float()).sum(-1)  # heads by themselves
     assert found.scores[site.name][token] == pytest.approx(0.5 * 2 * float(shift.square().sum()) / 3, rel=1e-5)
+
+
+def test_a_second_search_finds_scores_and_scales_in_the_cache(tmp_path: Path) -> None:
+    model = make_value_model("llama")
+    sites, value_sites = find_sites(model), find_value_sites(model)
+    options: dict[str, Any] = {"seed": 0, "cache": Cache(folder=tmp_path), "progress": Silent()}
+    first = learn_values(model, sites, value_sites, TEXT, ["fp8_e4m3_head", "int8_token", "bf16"], **options)
+    for parameter in model.parameters():
+        parameter.fill_(float("nan"))  # whoever ran the model now would find nothing but NaN
+    second = learn_values(model, sites, value_sites, TEXT, ["fp8_e4m3_head", "int8_token"], **options)
+    assert second.scores == first.scores and second.overflows == first.overflows
+    head = Candidate(scheme="fp8_e4m3_head")
+    for site in value_sites:
+        if head in first.scores.get(site.name, {}):
+            before, after = (learned.tensors_of(site, head) for learned in (first, second))
+            assert before.keys() == after.keys() != set()
+            assert all((before[name] == after[name]).all() for name in before)
+    assert experts_per_token(model) is None and experts_per_token(make_value_model("mixtral")) == 2
+    assert "bf16_values" in default_value_schemes()
 
 
 def test_which_schemes_a_site_is_offered() -> None:

@@ -5,7 +5,7 @@ from bitwright.inference.counters import Counters, Overflows
 from bitwright.inference.emulate import SiteRule, emulate
 from bitwright.inference.graph import apply_to_program
 from bitwright.inference.run_plan import apply
-from bitwright.inference.values import ValueRule, emulate_values, value_rules, value_tensors_of
+from bitwright.inference.values import ValueRule, emulate_values, value_rule, value_rules, value_tensors_of
 
 __all__ = [
     "Chosen",
@@ -22,6 +22,7 @@ __all__ = [
     "rule_of",
     "site_rules",
     "tensors_of",
+    "value_rule",
     "value_rules",
     "value_tensors_of",
 ]

@@ -105,10 +105,18 @@ def value_rules(plan: Plan, sites: Iterable[ValueSite]) -> dict[ValueSite, Value
                 f"the plan rounds values at '{choice.name}', which this model does not have; load the model that the "
                 f"plan is for: {plan.model.name}"
             )
-        scheme = VALUE_SCHEMES[choice.scheme]
-        scales = {operand: _stored(plan.tensors, site, operand, scheme) for operand in scaled_operands(site, scheme)}
-        rules[site] = ValueRule(scheme=scheme, scales=scales)
+        rules[site] = value_rule(site, VALUE_SCHEMES[choice.scheme], plan.tensors)
     return rules
+
+
+def value_rule(site: ValueSite, scheme: ValueScheme, tensors: Mapping[str, np.ndarray]) -> ValueRule:
+    """A site's rule under a scheme whose static scales, if any, are among `tensors`, as `value_tensors_of` names them.
+
+    Raises:
+        PlanError: a scale is not there.
+    """
+    scales = {operand: _stored(tensors, site, operand, scheme) for operand in scaled_operands(site, scheme)}
+    return ValueRule(scheme=scheme, scales=scales)
 
 
 def scaled_operands(site: ValueSite, scheme: ValueScheme) -> tuple[str, ...]:

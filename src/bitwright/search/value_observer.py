@@ -29,7 +29,7 @@ from bitwright.models.value_sites import ValueSite
 #: Numbers of an operand that are kept.
 SAMPLE_NUMBERS = 1 << 17
 #: Rows of an operand that are kept at least, where rows are very long.
-MIN_ROWS = 64
+MIN_ROWS = 256
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -40,9 +40,10 @@ class SeenValues:
     num_seen: int = 0
     num_kept: int = 0
     #: fp32 [H].
-    amax_H: Tensor | None = None
-    #: Pairs of values fp32 [R, H, D] and gradients bf16 of the same shape, batch by batch.
-    batches: list[list[Tensor | None]] = field(default_factory=list)
+    amax_H: Tensor
+    #: Pairs of values fp32 [R, H, D] and gradients bf16 of the same shape (an empty list where none flowed),
+    #: batch by batch.
+    batches: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
 
     @property
     def per_kept(self) -> float:
@@ -50,15 +51,13 @@ class SeenValues:
         return self.num_seen / max(1, self.num_kept)
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """All kept values and gradients, fp32 [R, H, D]; no gradient means none flowed."""
-        width = max(values.shape[-1] for values, _ in self.batches if values is not None)
-        values = [_widened(x, width) for x, _ in self.batches if x is not None]
-        gradients = [torch.zeros_like(x) if g is None else _widened(g.float(), width) for x, g in self._pairs()]
-        gradients = [_widened(g, width) for g in gradients]
-        return torch.cat(values), torch.cat(gradients)
-
-    def _pairs(self) -> list[tuple[Tensor, Tensor | None]]:
-        return [(x, g) for x, g in self.batches if x is not None]
+        """All kept values and gradients, fp32 [R, H, D]; zero gradients where none flowed."""
+        width = max(values.shape[-1] for values, _ in self.batches)
+        gradients = [g[0].float() if g else torch.zeros_like(x) for x, g in self.batches]
+        return (
+            torch.cat([_widened(x, width) for x, _ in self.batches]),
+            torch.cat([_widened(g, width) for g in gradients]),
+        )
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
@@ -111,30 +110,29 @@ class ValueObserver:
         self._orders.clear()
 
     def _see(self, name: str, operand: str, value: Tensor) -> Tensor:
-        found = self.seen.setdefault((name, operand), SeenValues())
         watched = value.view_as(value) if value.requires_grad else value.detach().requires_grad_(True)
         in_heads = name.rpartition(":")[2] in ATTENTION_PARTS
         by_row = _by_row(value.detach(), in_heads=in_heads)
-        self._note_amax(found, by_row)
+        found = self._found(name, operand, by_row)
         keep = self._sample(by_row, value.shape[-2] if in_heads else 1, self._groups.get(name, 1))
         found.num_seen += by_row.shape[0]
         found.num_kept += keep.numel()
-        kept: list[Tensor | None] = [by_row[keep].clone(), None]
-        found.batches.append(kept)
-
-        def note(g: Tensor) -> None:
-            kept[1] = _by_row(g.detach(), in_heads=in_heads)[keep].to(torch.bfloat16)
-
-        watched.register_hook(note)
+        gradients: list[Tensor] = []
+        found.batches.append((by_row[keep].clone(), gradients))
+        watched.register_hook(
+            lambda g: gradients.append(_by_row(g.detach(), in_heads=in_heads)[keep].to(torch.bfloat16))
+        )
         return watched
 
-    def _note_amax(self, found: SeenValues, by_row: Tensor) -> None:
+    def _found(self, name: str, operand: str, by_row: Tensor) -> SeenValues:
+        """What is known of an operand, with the magnitudes of the present rows; padding does not count."""
+        found = self.seen.setdefault((name, operand), SeenValues(amax_H=by_row.new_zeros(by_row.shape[1])))
         real = self._real_rows
         if real is not None and real.numel() == by_row.shape[0]:
             by_row = by_row[real]
         if by_row.numel():
-            amax_H = by_row.abs().amax((0, 2))
-            found.amax_H = amax_H if found.amax_H is None else torch.maximum(found.amax_H, amax_H)
+            found.amax_H = torch.maximum(found.amax_H, by_row.abs().amax((0, 2)))
+        return found
 
     def _sample(self, by_row: Tensor, length: int, group: int) -> Tensor:
         """Which rows are kept: whole groups of consecutive tokens of one sequence."""

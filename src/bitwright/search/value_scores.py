@@ -3,11 +3,11 @@
 Rounding a value v of token t to v + δ_t shifts the text's log-likelihood by g_tᵀ δ_t to first order, with g_t the
 gradient at that very use of v. Errors of different tokens are independent (each is rounded under its own content), so
 
-    KL per scored prediction ≈ ½ Σ_t (g_tᵀ δ_t)² / scored predictions
+    KL per scored prediction ≈ ½ Σ_t Σ_h (g_thᵀ δ_th)² / scored predictions
 
-over the values of all heads of a token at once. Gradients at keys and values already hold what all later queries make
-of them; those at p and at the sum of the softmax what the division makes of them. The operands of a product are
-rounded independently: their shares add.
+with one term for each head, since heads are rounded by themselves, too. Gradients at keys and values already hold what
+all later queries make of them; those at p and at the sum of the softmax what the division makes of them. The operands
+of a product are rounded independently: their shares add.
 
 A router's logits choose experts. Where rounding changes which ones, the output jumps, which no gradient tells:
 `value_router.py` adds the probability of that times its cost.
@@ -22,10 +22,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from bitwright.inference.values import ValueRule, scaled_operands
+from bitwright.inference.values import ValueRule, value_rule, value_tensors_of
 from bitwright.models.value_sites import ValueSite
 from bitwright.quantize import VALUE_SCHEMES
 from bitwright.quantize.static_scales import overflows
@@ -45,22 +45,22 @@ class ValueLearned:
     scores: Scores
     #: Site → candidate → expected overflows per scored prediction; absent where there are none.
     overflows: dict[str, dict[Candidate, float]]
-    #: (site, operand) → largest magnitude of each head, fp32 [H]: what static scales are made of.
-    amax: Mapping[tuple[str, str], Tensor]
-
-    def rule(self, site: ValueSite, choice: Candidate) -> ValueRule:
-        """What a site runs with under a choice, static scales included."""
-        scheme = VALUE_SCHEMES[choice.scheme]
-        scales = {
-            operand: static_scale(scheme, operand, self.amax[site.name, operand])
-            for operand in scaled_operands(site, scheme)
-        }
-        return ValueRule(scheme=scheme, scales=scales)
+    #: Candidate → static scales of all sites, named as a plan keeps them (`inference.value_tensors_of`).
+    tensors: Mapping[Candidate, Mapping[str, np.ndarray]]
 
     def rules(self, sites: Iterable[ValueSite], assignment: Mapping[str, Candidate]) -> dict[ValueSite, ValueRule]:
-        """What `emulate_values` needs to run an assignment; sites that stay as they are have no rule."""
+        """What `emulate` needs to run an assignment; sites that stay as they are have no rule."""
         chosen = {site: assignment[site.name] for site in sites if site.name in assignment}
-        return {site: self.rule(site, choice) for site, choice in chosen.items() if choice.scheme in VALUE_SCHEMES}
+        return {
+            site: value_rule(site, VALUE_SCHEMES[choice.scheme], self.tensors.get(choice, {}))
+            for site, choice in chosen.items()
+            if choice.scheme in VALUE_SCHEMES
+        }
+
+    def tensors_of(self, site: ValueSite, choice: Candidate) -> dict[str, np.ndarray]:
+        """What a plan keeps of a choice."""
+        rules = self.rules([site], {site.name: choice})
+        return {name: array for rule in rules.values() for name, array in value_tensors_of(site, rule).items()}
 
 
 def value_candidates(site: ValueSite, schemes: Sequence[str]) -> tuple[Candidate, ...]:
@@ -97,23 +97,25 @@ def score_values(
     """
     scores: Scores = {}
     expected: dict[str, dict[Candidate, float]] = {}
-    amax: dict[tuple[str, str], Tensor] = {}
+    tensors: dict[Candidate, dict[str, np.ndarray]] = {}
     for site in sites:
         operands = {operand: seen[site.name, operand] for operand in site.operands if (site.name, operand) in seen}
         if len(operands) < len(site.operands):
             continue
         candidates = value_candidates(site, schemes)
         scores[site.name] = dict.fromkeys(candidates, 0.0)
-        for operand, found in operands.items():
-            if found.amax_H is not None:
-                amax[site.name, operand] = found.amax_H
-            values_RHD, g_RHD = found.rows()
-            for candidate in candidates:
-                scheme = VALUE_SCHEMES[candidate.scheme]
+        rows = {operand: found.rows() for operand, found in operands.items()}
+        for candidate in candidates:
+            scheme = VALUE_SCHEMES[candidate.scheme]
+            scales = {o: static_scale(scheme, o, operands[o].amax_H) for o in operands} if scheme.static else {}
+            kept = value_tensors_of(site, ValueRule(scheme=scheme, scales=scales))
+            tensors.setdefault(candidate, {}).update(kept)
+            for operand, (values_RHD, g_RHD) in rows.items():
+                found, scale = operands[operand], scales.get(operand)
                 share = found.per_kept / num_scored
-                rounded_RHD = _rounded(values_RHD, scheme, operand, found)
-                change_R = ((rounded_RHD - values_RHD) * g_RHD).flatten(1).sum(-1).double()
-                scores[site.name][candidate] += 0.5 * share * float(change_R.square().sum())
+                rounded_RHD = round_values(values_RHD.transpose(0, 1), scheme, scale).transpose(0, 1)
+                change_RH = ((rounded_RHD - values_RHD) * g_RHD).sum(-1).double()
+                scores[site.name][candidate] += 0.5 * share * float(change_RH.square().sum())
                 if site.role == "router" and experts_per_token is not None:
                     scores[site.name][candidate] += share * flip_kl(
                         values_RHD[:, 0], rounded_RHD[:, 0], g_RHD[:, 0], experts_per_token
@@ -122,25 +124,17 @@ def score_values(
                 if beyond > 0:
                     of_site = expected.setdefault(site.name, {})
                     of_site[candidate] = of_site.get(candidate, 0.0) + beyond
-    return ValueLearned(scores=scores, overflows=expected, amax=amax)
-
-
-def _rounded(values_RHD: Tensor, scheme: ValueScheme, operand: str, found: SeenValues) -> Tensor:
-    scale = None
-    if scheme.static:
-        assert found.amax_H is not None
-        scale = static_scale(scheme, operand, found.amax_H)
-    return round_values(values_RHD.transpose(0, 1), scheme, scale).transpose(0, 1)
+    return ValueLearned(scores=scores, overflows=expected, tensors=tensors)
 
 
 def _overflows(values_RHD: Tensor, scheme: ValueScheme, operand: str, found: SeenValues) -> float:
     """Expected overflows over the whole calibration text."""
     if scheme.static:
-        num_scales = (found.amax_H.numel() if found.amax_H is not None else 0) if scheme.axis == "head" else 1
+        num_scales = found.amax_H.numel() if scheme.axis == "head" else 1
         return 0.0 if operand in OPERAND_BOUNDS else num_scales * found.num_seen / (found.num_seen + 1)
     beyond = overflows(values_RHD, scheme.values)
     if beyond is None:
         return 0.0
     sampled = float(beyond.sum()) * found.per_kept
-    ever = found.amax_H is not None and overflows(found.amax_H, scheme.values)
-    return max(sampled, 1.0) if ever is not False and bool(torch.as_tensor(ever).any()) else sampled
+    ever = overflows(found.amax_H, scheme.values)
+    return max(sampled, 1.0) if ever is not None and bool(ever.any()) else sampled
