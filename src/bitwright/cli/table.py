@@ -120,7 +120,7 @@ def print_groups(console: Console, plan: Plan) -> None:
         spell_number(plan.measured.kl.mean if plan.measured else None),
     )
     print_table(console, table)
-    _say(console, "KL in nats per token. Measured: all sites of one role at once, nothing else.", style="dim")
+    _say(console, f"KL in nats per {plan.kl_unit}. Measured: all sites of one role at once, nothing else.", style="dim")
 
 
 def print_sites(console: Console, plan: Plan) -> None:

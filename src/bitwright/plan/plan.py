@@ -170,6 +170,11 @@ class Plan(Record):
         fields: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self).model_validate({**fields, **changes})
 
+    @property
+    def kl_unit(self) -> str:
+        """What every KL of the plan is per: "token", or "text" for a sentence encoder."""
+        return "token" if self.measured is None else self.measured.unit
+
     def site(self, name: str) -> SiteChoice:
         """Return the site called ``name``. Raises ``PlanError`` where the plan has none."""
         for site in self.sites:

@@ -48,8 +48,8 @@ def draw_predictions(plan: Plan, colours: Mapping[str, str]) -> str | None:
                 zorder=4 if is_total else 3,
             )
         axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
-        axes.set_xlabel("predicted KL (nats per token)")
-        axes.set_ylabel("measured KL (nats per token)")
+        axes.set_xlabel(f"predicted KL (nats per {plan.kl_unit})")
+        axes.set_ylabel(f"measured KL (nats per {plan.kl_unit})")
         figure.legend(loc="outside upper left", ncols=2, columnspacing=1.2, handletextpad=0.4)
         return svg_element(plt, figure, "predictions")
 
@@ -132,7 +132,7 @@ def draw_frontier(plan: Plan) -> str | None:
             )
         axes.set_yscale("log")
         axes.set_xlabel("effective bits (stored bits per decoder weight)")
-        axes.set_ylabel("KL (nats per token)")
+        axes.set_ylabel(f"KL (nats per {plan.kl_unit})")
         figure.legend(loc="outside upper left", ncols=2, columnspacing=1.2, handletextpad=0.5)
         return svg_element(plt, figure, "frontier")
 
@@ -180,6 +180,6 @@ def draw_site_errors(plan: Plan, colours: Mapping[str, str]) -> str | None:
         axes.grid(visible=False, axis="x")
         axes.margins(x=0.015)
         axes.set_xlabel("layer")
-        axes.set_ylabel("predicted KL of the site\n(nats per token)")
+        axes.set_ylabel(f"predicted KL of the site\n(nats per {plan.kl_unit})")
         figure.legend(loc="outside right center", handletextpad=0.3)
         return svg_element(plt, figure, "errors")

@@ -10,7 +10,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 #: Limit → what a reader calls it.
 LIMIT_TITLES = {
-    "max_kl": "KL divergence (nats per token)",
+    "max_kl": "KL divergence (nats)",
     "max_ppl_increase": "perplexity increase",
     "max_memory_bytes": "size of the weights",
     "effective_bits": "effective bits per weight",
