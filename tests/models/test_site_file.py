@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bitwright.errors import ModelError
-from bitwright.models import find_sites, site_weight
+from bitwright.models import find_sites, from_memory, site_weight
 from bitwright.models.site_file import matches
 
 
@@ -128,3 +128,17 @@ def test_a_pattern_is_anchored_and_stays_within_components() -> None:
     assert not matches("blocks.0.fc", "blocks.0.fc1")
     assert matches("blocks.**.fc1", "blocks.0.mlp.fc1") and matches("**", "a.b") and matches("blocks.**", "blocks")
     assert matches("h[12].w", "h1.w") and not matches("h[12].w", "h3.w")
+
+
+def test_a_model_without_a_site_of_its_own_is_loaded_with_a_file(tmp_path: Path) -> None:
+    class Strange(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stuff = nn.ParameterDict({"w": nn.Parameter(torch.ones(32, 32))})
+
+    with pytest.raises(ModelError, match=r"matrices: stuff\.w \[32, 32\]; .*--sites"):
+        from_memory(Strange(), None, name="strange")
+    path = tmp_path / "sites.toml"
+    path.write_text('[[site]]\nparameter = "stuff.*"\n', encoding="utf-8")
+    loaded = from_memory(Strange(), None, name="strange", site_file=path)
+    assert [site.name for site in find_sites(loaded.model, path)] == ["stuff.w"]

@@ -31,19 +31,22 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _NOT_BELOW = ("*/*.safetensors", "*/*.bin", "*/*.model", "*/*.txt", "*/*.jinja")
 
 
-def load(source: str | Path, *, allow_pickle: bool = False, seed: int = 0) -> LoadedModel:
+def load(
+    source: str | Path, *, allow_pickle: bool = False, seed: int = 0, site_file: Path | str | None = None
+) -> LoadedModel:
     """Load a model and its tokenizer: fp32 weights, eval mode, no gradients, on the CPU.
 
-    ``allow_pickle`` accepts pytorch_model.bin files; ``seed`` is that of demo-dithered. Raises ModelError, naming
-    the file, parameter or architecture at fault, and MissingExtra for an absent package.
+    ``allow_pickle`` accepts pytorch_model.bin files; ``seed`` is that of demo-dithered; ``site_file`` names the sites
+    of a model in which `find_sites` finds none. Raises ModelError, naming the file, parameter or architecture at fault,
+    and MissingExtra for an absent package.
     """
     if str(source) in BUILT_IN:
         return BUILT_IN[str(source)](str(source), seed)
     path = Path(source).expanduser()
     if path.is_dir():
-        return _load_folder(path, path.resolve().name, allow_pickle)
+        return _load_folder(path, path.resolve().name, allow_pickle, site_file)
     if path.is_file():
-        return _load_file(path)
+        return _load_file(path, site_file)
     text = str(source)
     names_a_path = isinstance(source, Path) or text.startswith((".", "~", "/")) or path.suffix == ".gguf"
     if names_a_path or not _HUB_ID.fullmatch(text):
@@ -51,7 +54,7 @@ def load(source: str | Path, *, allow_pickle: bool = False, seed: int = 0) -> Lo
             f"no file or folder at {text!r}; pass a model folder, a .gguf file, a hub id such as "
             f"'owner/name', or one of {', '.join(BUILT_IN)}"
         )
-    return _load_folder(_fetch(text, allow_pickle), text, allow_pickle)
+    return _load_folder(_fetch(text, allow_pickle), text, allow_pickle, site_file)
 
 
 def _load_demo(name: str, seed: int) -> LoadedModel:
@@ -73,18 +76,20 @@ def _load_encoder(name: str, seed: int) -> LoadedModel:
     return _load_folder(encoder_folder(), name, allow_pickle=False)
 
 
-def _load_file(path: Path) -> LoadedModel:
+def _load_file(path: Path, site_file: Path | str | None) -> LoadedModel:
     with path.open("rb") as file:
         magic = file.read(4)
     if magic == b"GGUF" or path.suffix == ".gguf":
         model, tokenizer, formats, bits = load_gguf(path)
-        return from_memory(model, tokenizer, name=path.stem, loaded_format=formats, loaded_bits=bits)
+        return from_memory(
+            model, tokenizer, name=path.stem, loaded_format=formats, loaded_bits=bits, site_file=site_file
+        )
     if path.suffix == ".safetensors":
         raise ModelError(f"{path} holds weights alone; pass the folder with its config.json: {str(path.parent)!r}")
     raise ModelError(f"{path} is neither a .gguf file nor a model folder; pass one of those")
 
 
-def _load_folder(folder: Path, name: str, allow_pickle: bool) -> LoadedModel:
+def _load_folder(folder: Path, name: str, allow_pickle: bool, site_file: Path | str | None = None) -> LoadedModel:
     found = load_folder(folder, allow_pickle=allow_pickle)
     return from_memory(
         found.model,
@@ -94,6 +99,7 @@ def _load_folder(folder: Path, name: str, allow_pickle: bool) -> LoadedModel:
         loaded_bits=found.bits,
         notes=found.notes,
         pooling=found.pooling,
+        site_file=site_file,
     )
 
 

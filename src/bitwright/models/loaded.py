@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,18 +66,20 @@ def from_memory(
     loaded_bits: Mapping[str, float] | None = None,
     notes: tuple[str, ...] = (),
     pooling: Pooling | None = None,
+    site_file: Path | str | None = None,
 ) -> LoadedModel:
     """Wrap a model that is in memory already; its weights are checked, hashed, and searched for an existing grid.
 
     The model becomes fp32, eval, without gradients, in place. Without ``loaded_format`` the present dtypes count as
-    the loaded ones. A model without an output head is an encoder; without ``pooling`` it takes the mean of its tokens.
-    Raises ModelError for NaN or Inf weights (named) and for a model without linear layers.
+    the loaded ones. ``site_file`` names the sites where `find_sites` cannot. A model without an output head is an
+    encoder; without ``pooling`` it takes the mean of its tokens. Raises ModelError for NaN or Inf weights (named) and
+    for a model without linear layers.
     """
     present = {parameter: DTYPE_FORMATS.get(p.dtype, str(p.dtype)) for parameter, p in model.named_parameters()}
     present_bits = {parameter: 8.0 * p.dtype.itemsize for parameter, p in model.named_parameters()}
     model.float().eval().requires_grad_(False)
     raise_if_not_finite(model, name)
-    grid = detect_grid(model, find_sites(model))
+    grid = detect_grid(model, find_sites(model, site_file))
     if pooling is None and not has_head(model):
         pooling, notes = Pooling(mode="mean"), (*notes, MEAN_NOTE)
     return LoadedModel(
