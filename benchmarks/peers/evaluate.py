@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 _ROWS_PER_STEP = 256
+#: What a group's scale is stored in by every tool here.
+SCALE_BITS = 16
 
 
 def evaluate(folder: Path, runs: list[Path], group_size: int = 128) -> list[dict[str, Any]]:
@@ -40,7 +43,12 @@ def evaluate(folder: Path, runs: list[Path], group_size: int = 128) -> list[dict
         _put(model, weights, facts["layers"])
         found.append(
             {
-                "nominal_bits": nominal_bits(result["bits"], weights),
+                "nominal_bits": _mean_bits(result["bits"], weights, lambda bits, _: bits),
+                "stored_bits_with_fp16_scales": _mean_bits(
+                    result["bits"],
+                    weights,
+                    lambda bits, width: bits + SCALE_BITS * math.ceil(width / group_size) / width,
+                ),
                 "most_values_in_a_group": _most_values(result["bits"], weights, group_size),
                 **compare(model),
             }
@@ -50,10 +58,11 @@ def evaluate(folder: Path, runs: list[Path], group_size: int = 128) -> list[dict
     return found
 
 
-def nominal_bits(bits: dict[str, float], weights: dict[str, Tensor]) -> float:
-    """Bits per weight without scales."""
-    sizes = {name: weights[f"{name}.weight"].numel() for name in bits}
-    return sum(bits[name] * size for name, size in sizes.items()) / sum(sizes.values())
+def _mean_bits(bits: dict[str, float], weights: dict[str, Tensor], of_layer: Callable[[float, int], float]) -> float:
+    """Mean over weights of what a layer of so many bits and columns counts."""
+    layers = [(weights[f"{name}.weight"], b) for name, b in bits.items()]
+    total = sum(weight.numel() * of_layer(b, weight.shape[1]) for weight, b in layers)
+    return total / sum(weight.numel() for weight, _ in layers)
 
 
 def _put(model: nn.Module, weights: dict[str, Tensor], layers: str) -> None:

@@ -3,7 +3,7 @@
 What `bitwright optimize` does up to the solved plan, with the text handed over as tokens: calibrate, score, solve,
 round. Left out are probes, repair and proof, which measure on text of their own, as no peer does.
 
-    --roundings rtn clip     choose from these roundings; without it, from all of the effort's
+    --roundings rtn clip     choose from these roundings; without it, from those that a search tries by itself
     --free BITS              all default schemes, at so many stored bits per weight, scales counted
 """
 
@@ -64,9 +64,9 @@ class Search:
     def weights(self, assignment: dict[str, Candidate]) -> dict[str, Tensor]:
         """Parameter name → dequantised weight."""
         return {
-            site.parameter: self.learned.quantizer.quantize(
+            site.parameter: self.learned.quantizer.values(
                 site.name, assignment[site.name], site_weight(self.loaded.model, site).contiguous()
-            ).dequantize()
+            )
             for site in self.sites
         }
 
@@ -91,7 +91,7 @@ def open_search(folder: Path, schemes: Sequence[str], roundings: Sequence[str] |
     """Load, calibrate and score."""
     loaded, task = load(folder), record.read_facts(folder)["task"]
     sites = tuple(site for site in find_sites(loaded.model) if site.role not in ("embedding", "lm_head"))
-    candidates = [c for c in candidates_of(schemes) if roundings is None or c.rounding in roundings]
+    candidates = candidates_of(schemes, roundings)
     learned = learn(
         loaded.model,
         sites,

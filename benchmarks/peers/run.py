@@ -51,11 +51,15 @@ TOOLS = {
     "autoround-200": Tool(script="autoround_peer.py", environment="autoround", arguments=("--iters", "200")),
     "bitwright": Tool(script="ours.py"),
     "bitwright-clip": Tool(script="ours.py", arguments=("--roundings", "rtn", "clip")),
+    "bitwright-gptq": Tool(script="ours.py", arguments=("--roundings", "gptq")),
+    "bitwright-free": Tool(script="ours.py"),
 }
 #: Whose bits reached are the limit of bitwright's runs.
 LEADERS = ("modelopt", "autoround")
-#: Roundings under which every tool's assignment is compared.
-SAME_ROUNDINGS = {"rtn + clip": ("rtn", "clip")}
+#: Whose assignments are compared under the same roundings.
+ALLOCATORS = (*LEADERS, "bitwright")
+#: What every tool's assignment is rounded by, in turn.
+SAME_ROUNDINGS = {"rtn + clip": ("rtn", "clip"), "gradient_aware": ("rtn", "gradient_aware")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +68,33 @@ class Row:
 
     bits: float
     group_size: int = 128
-    tools: tuple[str, ...] = (*LEADERS, "bitwright")
+    #: The tools that run besides LEADERS and bitwright.
+    also: tuple[str, ...] = ()
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """In the order of TOOLS, in which a row is run."""
+        wanted = {*ALLOCATORS, *self.also}
+        return tuple(tool for tool in TOOLS if tool in wanted)
 
 
 ROWS = {
-    "4.00": Row(bits=4, tools=tuple(TOOLS)),
-    "4.62": Row(bits=4.62, tools=(*LEADERS, "autoround-200", "bitwright", "bitwright-clip")),
-    "4.80": Row(bits=4.8, tools=(*LEADERS, "modelopt-awq", "bitwright", "bitwright-clip")),
-    "5.31": Row(bits=5.31),
+    "4.00": Row(bits=4, also=("modelopt-awq", "autoround-200", "bitwright-clip", "bitwright-gptq")),
+    "4.62": Row(bits=4.62, also=("autoround-200", "bitwright-free")),
+    "4.80": Row(bits=4.8, also=("modelopt-awq",)),
+    "5.31": Row(bits=5.31, also=("bitwright-free",)),
     "5.50": Row(bits=5.5),
-    "6.30": Row(bits=6.3),
+    "6.30": Row(bits=6.3, also=("bitwright-free",)),
     "6.50": Row(bits=6.5),
     "4.00 g64": Row(bits=4, group_size=64),
     "5.31 g64": Row(bits=5.31, group_size=64),
+}
+#: Rows of a model when none are named.
+DEFAULT_ROWS = {
+    "demo": tuple(ROWS),
+    "demo-dithered": ("4.00", "4.62", "5.31", "6.30"),
+    "demo-encoder": ("4.00", "4.62", "5.31"),
+    "small-qwen2": ("4.00", "4.62", "5.31"),
 }
 
 
@@ -113,28 +131,40 @@ def quantize(place: Place, row_name: str, tool_name: str) -> None:
         print(f"{place.model}, {row_name}: {tool_name} …", file=sys.stderr)
         done = subprocess.run(
             [
-                python_of(tool.environment), HERE / tool.script, place.folder, out,
-                "--bits", str(_limit(place, row_name, tool_name)), "--group-size", str(row.group_size),
-                *tool.arguments,
+                python_of(tool.environment), HERE / tool.script, place.folder, out, *_limit(place, row_name, tool_name),
+                "--group-size", str(row.group_size), *tool.arguments,
             ],
             stdout=log, stderr=subprocess.STDOUT, check=False,
         )  # fmt: skip
     if done.returncode:
-        raise SystemExit(f"{tool_name} failed at {row_name}: see {out / 'log.txt'}")
+        print(f"  failed, and is left out: see {out / 'log.txt'}", file=sys.stderr)
+        (out / "failed.json").write_text(json.dumps({"reason": _last_line(out / "log.txt")}), encoding="utf-8")
+        return
     evaluate(place, [out], row.group_size, {"load_average": load, "when": machine.now()})
 
 
-def _limit(place: Place, row_name: str, tool_name: str) -> float:
-    """The row's bits; for bitwright no more than the others reached."""
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _limit(place: Place, row_name: str, tool_name: str) -> list[str]:
+    """The row's bits; for bitwright no more than the others reached, stored ones where its schemes are free."""
     bits = ROWS[row_name].bits
     if not tool_name.startswith("bitwright"):
-        return bits
-    reached = [
-        json.loads(path.read_text(encoding="utf-8"))["nominal_bits"]
+        return ["--bits", str(bits)]
+    reached = {
+        leader: json.loads(path.read_text(encoding="utf-8"))
         for leader in LEADERS
         if (path := place.run(row_name, leader) / "evaluation.json").exists()
-    ]
-    return min([bits, *reached])
+    }
+    if tool_name == "bitwright-free":
+        if not reached:
+            raise SystemExit(
+                f"bitwright-free needs the stored bits of {' or '.join(LEADERS)} at {row_name}: run it first"
+            )
+        return ["--free", str(min(found["stored_bits_with_fp16_scales"] for found in reached.values()))]
+    return ["--bits", str(min([bits, *(found["nominal_bits"] for found in reached.values())]))]
 
 
 def evaluate(place: Place, runs: list[Path], group_size: int, facts: dict[str, Any]) -> None:
@@ -151,12 +181,7 @@ def evaluate(place: Place, runs: list[Path], group_size: int, facts: dict[str, A
 def allocate(place: Place, roundings: str, rows: list[str]) -> None:
     """Every tool's assignment under the same roundings."""
     for group_size in sorted({ROWS[row].group_size for row in rows}):
-        runs = [
-            place.run(row, tool)
-            for row in rows
-            for tool in (*LEADERS, "bitwright")
-            if ROWS[row].group_size == group_size
-        ]
+        runs = [place.run(row, tool) for row in rows for tool in ALLOCATORS if ROWS[row].group_size == group_size]
         missing = [
             run
             for run in runs
@@ -178,17 +203,21 @@ def allocate(place: Place, roundings: str, rows: list[str]) -> None:
 
 def collect(place: Place) -> dict[str, Any]:
     """All that is there of a model, for the result file."""
-    runs = []
+    runs, failed = [], []
     for row_name, row in ROWS.items():
         for tool in row.tools:
             folder = place.run(row_name, tool)
+            facts = {"row": row_name, "tool": tool, "group_size": row.group_size}
             if (folder / "evaluation.json").exists():
-                runs.append({"row": row_name, "tool": tool, "group_size": row.group_size, **_read(folder)})
+                runs.append({**facts, **_read(folder)})
+            elif (folder / "failed.json").exists():
+                failed.append({**facts, **json.loads((folder / "failed.json").read_text(encoding="utf-8"))})
     return {
         "machine": machine.machine(["torch", "transformers"]),
         "facts": json.loads((place.folder / "facts.json").read_text(encoding="utf-8")),
         "what": " ".join(__doc__.split("\n\n")[2].split()),
         "runs": runs,
+        "failed": failed,
         "same_rounding": {
             roundings: [
                 {"row": run["row"], "tool": run["tool"], **_read(folder)}
@@ -212,24 +241,24 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--model", choices=DEFAULT_ROWS, default="demo")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, help="all that the model has unless named")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--fresh", action="store_true", help="do again what is done")
     parser.add_argument("--no-allocation", action="store_true", help="leave out the tables of equal rounding")
     parser.add_argument("--tables", action="store_true", help="run nothing")
     arguments = parser.parse_args()
-    place = Place(model=arguments.model)
+    place, rows = Place(model=arguments.model), arguments.rows or list(DEFAULT_ROWS[arguments.model])
     if not arguments.tables:
         prepare(place)
-        for row_name in arguments.rows:
+        for row_name in rows:
             for tool_name in arguments.tools:
                 done = (place.run(row_name, tool_name) / "evaluation.json").exists()
                 if tool_name in ROWS[row_name].tools and (arguments.fresh or not done):
                     quantize(place, row_name, tool_name)
         if not arguments.no_allocation:
             for roundings in SAME_ROUNDINGS:
-                allocate(place, roundings, arguments.rows)
+                allocate(place, roundings, rows)
     found = collect(place)
     (RESULTS / f"peers-{place.model}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(tables.render(found))

@@ -16,9 +16,25 @@ def render(found: dict[str, Any]) -> str:
             if runs
         ),
         _grid("CPU seconds (wall seconds), from before loading to the last code", found["runs"], _seconds),
+        _free(found["runs"]),
         _grid("Peak memory, GiB", found["runs"], lambda run: f"{run['times']['peak_memory_gib']:.1f}"),
     ]
-    return "\n\n".join(parts)
+    failed = [f"{run['tool']} at {run['row']}: {run['reason']}" for run in found["failed"]]
+    return "\n\n".join([part for part in parts if part] + failed)
+
+
+def _free(runs: list[dict[str, Any]]) -> str:
+    """Everything free at the same stored bits."""
+    rows = [run["row"] for run in runs if run["tool"] == "bitwright-free"]
+    there = [run for run in runs if run["row"] in rows and run["tool"] in ("autoround", "bitwright-free")]
+    if not rows:
+        return ""
+    return _grid("Mean token KL (stored bits, scales counted), all of bitwright's schemes free", there, _stored)
+
+
+def _stored(run: dict[str, Any]) -> str:
+    bits = run["notes"].get("stored_bits", run["stored_bits_with_fp16_scales"])
+    return f"{run['kl']:.4f} ({bits:.3f})"
 
 
 def _kl(run: dict[str, Any]) -> str:
