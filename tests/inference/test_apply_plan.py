@@ -24,7 +24,7 @@ from bitwright.plan import (
     write_plan,
 )
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS, QTensor, fake_quantize
-from bitwright.quantize.moment import InputMoment
+from bitwright.quantize.seen import Seen as SeenInputs
 from bitwright.quantize.static_scales import find_static_scale
 
 IDS = torch.arange(22).reshape(2, 11) * 7 % 260
@@ -74,7 +74,7 @@ def clipped(model: Any, site: Site, scheme_name: str) -> QTensor:
     weights = SCHEMES[scheme_name].weights
     assert weights is not None
     x = torch.randn(200, site.shape[1], generator=torch.Generator().manual_seed(site.shape[1])).square()
-    return ROUNDINGS["clip"].quantize(site_weight(model, site).contiguous(), weights, InputMoment.of(x))
+    return ROUNDINGS["clip"].quantize(site_weight(model, site).contiguous(), weights, SeenInputs(x_TK=x))
 
 
 def decoder(model: Any) -> list[Site]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from bitwright.errors import SchemeError
 from bitwright.quantize import ROUNDINGS, SCHEMES, QTensor, TensorScheme
 from bitwright.quantize.moment import BLOCK, InputMoment
+from bitwright.quantize.seen import Seen
 
 CLIPPED = {
     name: scheme.weights
@@ -47,7 +48,7 @@ def damage_per_group(q: QTensor, w_NK: Tensor, x_TK: Tensor) -> np.ndarray:
 def test_no_group_is_worse_than_rounded_to_nearest(scheme: TensorScheme, columns: int) -> None:
     w, x = heavy_tailed(24, columns), correlated_inputs(columns)
     nearest = damage_per_group(ROUNDINGS["rtn"].quantize(w, scheme, None), w, x)
-    clipped = damage_per_group(ROUNDINGS["clip"].quantize(w, scheme, InputMoment.of(x)), w, x)
+    clipped = damage_per_group(ROUNDINGS["clip"].quantize(w, scheme, Seen(x_TK=x)), w, x)
     assert (clipped <= nearest * (1 + 1e-3) + 1e-12).all()  # the search sums in fp32
 
 
@@ -55,7 +56,7 @@ def test_no_group_is_worse_than_rounded_to_nearest(scheme: TensorScheme, columns
 def test_heavy_tails_gain(scheme: TensorScheme) -> None:
     w, x = heavy_tailed(64, 256), correlated_inputs(256)
     nearest = damage_per_group(ROUNDINGS["rtn"].quantize(w, scheme, None), w, x).sum()
-    clipped = damage_per_group(ROUNDINGS["clip"].quantize(w, scheme, InputMoment.of(x)), w, x).sum()
+    clipped = damage_per_group(ROUNDINGS["clip"].quantize(w, scheme, Seen(x_TK=x)), w, x).sum()
     assert clipped < 0.85 * nearest
 
 
@@ -67,7 +68,7 @@ def test_columns_that_no_input_reaches_are_given_up(scheme: TensorScheme) -> Non
     x = torch.randn(300, 128, generator=torch.Generator().manual_seed(1))
     x[:, 5] = 0
     nearest = damage_per_group(ROUNDINGS["rtn"].quantize(w, scheme, None), w, x)[:, 0]
-    clipped = damage_per_group(ROUNDINGS["clip"].quantize(w, scheme, InputMoment.of(x)), w, x)[:, 0]
+    clipped = damage_per_group(ROUNDINGS["clip"].quantize(w, scheme, Seen(x_TK=x)), w, x)[:, 0]
     assert scheme.scaling is not None
     # a zero point or minimum gives up as much of the range on the side without the outlier
     assert clipped.sum() < (0.6 if scheme.scaling.symmetry == "symmetric" else 0.9) * nearest.sum()
@@ -88,9 +89,9 @@ def test_only_coarse_integers_are_searched() -> None:
 def test_zeros_and_silent_inputs_change_nothing(scheme: TensorScheme) -> None:
     w = heavy_tailed(3, 128)
     nearest = ROUNDINGS["rtn"].quantize(w, scheme, None).dequantize()
-    silent = ROUNDINGS["clip"].quantize(w, scheme, InputMoment.of(torch.zeros(10, 128)))
+    silent = ROUNDINGS["clip"].quantize(w, scheme, Seen(x_TK=torch.zeros(10, 128)))
     assert torch.equal(silent.dequantize(), nearest)
-    zeros = ROUNDINGS["clip"].quantize(torch.zeros(3, 128), scheme, InputMoment.of(correlated_inputs(128)))
+    zeros = ROUNDINGS["clip"].quantize(torch.zeros(3, 128), scheme, Seen(x_TK=correlated_inputs(128)))
     assert torch.equal(zeros.dequantize(), torch.zeros(3, 128))
 
 
@@ -98,14 +99,14 @@ def test_zeros_and_silent_inputs_change_nothing(scheme: TensorScheme) -> None:
 def test_a_nan_spoils_its_own_group_only(scheme: TensorScheme) -> None:
     w = heavy_tailed(3, 256)
     w[1, 200] = float("nan")
-    values = ROUNDINGS["clip"].quantize(w, scheme, InputMoment.of(correlated_inputs(256))).dequantize()
+    values = ROUNDINGS["clip"].quantize(w, scheme, Seen(x_TK=correlated_inputs(256))).dequantize()
     assert values[1, 200].isnan()
     assert torch.isfinite(values[[0, 2]]).all() and torch.isfinite(values[1, :128]).all()
 
 
 def test_chunks_of_rows_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     scheme = CLIPPED["int4_g64"]
-    w, moment = heavy_tailed(33, 192), InputMoment.of(correlated_inputs(192))
+    w, moment = heavy_tailed(33, 192), Seen(x_TK=correlated_inputs(192))
     at_once = ROUNDINGS["clip"].quantize(w, scheme, moment).dequantize()
     monkeypatch.setattr("bitwright.quantize.rounding.clip._CHUNK_WEIGHTS", 192 * 5)
     assert torch.equal(ROUNDINGS["clip"].quantize(w, scheme, moment).dequantize(), at_once)

@@ -13,8 +13,8 @@ from torch import Tensor
 from bitwright import formats
 from bitwright.errors import SchemeError
 from bitwright.quantize import ROUNDINGS, SCHEMES, QTensor, Rounding, TensorScheme, dequantize, fake_quantize, quantize
-from bitwright.quantize.moment import InputMoment
 from bitwright.quantize.scaling import Scales
+from bitwright.quantize.seen import Seen
 
 
 def tensor_schemes() -> dict[str, TensorScheme]:
@@ -326,8 +326,8 @@ CHOICES = {
 @pytest.mark.parametrize("shape", [(5, 200), (1, 576), (0, 64)])
 def test_every_rounding_gives_storable_codes(rounding: Rounding, weights: TensorScheme, shape: tuple[int, int]) -> None:
     w = gaussian(*shape, seed=1)
-    moment = InputMoment.of(torch.randn(64, shape[1], generator=generator(2)))
-    q = rounding.quantize(w, weights, moment)
+    seen = Seen(x_TK=torch.randn(64, shape[1], generator=generator(2)))
+    q = rounding.quantize(w, weights, seen)
     assert np.array_equal(formats.round(weights.format, q.codes_NK.numpy()), q.codes_NK.numpy())
     if weights.scaling is None:
         assert same_bits(q.dequantize(), fake_quantize(w, weights))

@@ -7,11 +7,11 @@ import math
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from bitwright.errors import DataError
-from bitwright.quantize.moment import InputMoment
 from bitwright.search.cache import Cache, default_folder, open_cache
 from bitwright.search.candidate import Candidate
 
@@ -23,15 +23,22 @@ def test_everything_comes_back_equal(tmp_path: Path) -> None:
     scores = {CLIP: {"x": 0.1 + 0.2, "y": 1e-30}, Candidate(scheme="fp16"): {"x": math.inf, "y": 0.0}}
     cache.write_scores(scores)
     assert cache.read_scores() == scores
-    moment = InputMoment.of(torch.randn(20, 8))
-    cache.write_moments({"x": moment})
-    assert torch.equal(cache.read_moments()["x"].blocks, moment.blocks)
+    found = {"x/codes": np.arange(6, dtype=np.uint8).reshape(2, 3), "x/scales": np.ones((2, 1), np.float16)}
+    cache.write_found(CLIP, found)
+    again = cache.read_found(CLIP)
+    assert again.keys() == found.keys()
+    assert all(again[key].dtype == found[key].dtype and np.array_equal(again[key], found[key]) for key in found)
+    assert cache.read_found(Candidate(scheme="int4_g32", rounding="gptq")) == {}
+    cache.write_overflows({CLIP: {"x": 0.25}})
+    assert cache.read_overflows() == {CLIP: {"x": 0.25}}
+    cache.write_reached({"x": 7})
+    assert cache.read_reached() == {"x": 7}
     cache.write_measured({"digest": 0.1})
     assert cache.read_measured() == {"digest": 0.1}
     head_inputs = torch.randn(2, 3, 4)
     cache.write_reference("t" * 64, head_inputs)
-    found = cache.read_reference("t" * 64)
-    assert found is not None and torch.equal(found, head_inputs)
+    reference = cache.read_reference("t" * 64)
+    assert reference is not None and torch.equal(reference, head_inputs)
     assert cache.read_reference("u" * 64) is None
 
 
@@ -47,16 +54,17 @@ def test_nothing_is_kept_without_a_folder(tmp_path: Path, monkeypatch: pytest.Mo
     cache = open_cache(None, model_hash="m", text_hash="t", seed=0, include_head=False)
     cache.write_scores({CLIP: {"x": 1.0}})
     cache.write_measured({"a": 1.0})
-    assert cache.read_scores() == {} and cache.read_measured() == {} and cache.read_moments() == {}
+    assert cache.read_scores() == {} and cache.read_measured() == {} and cache.read_found(CLIP) == {}
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b"\xff\xfe", b"null"])
 def test_damaged_files_count_as_absent(tmp_path: Path, content: bytes) -> None:
     cache = Cache(folder=tmp_path)
-    for name in ("scores.json", "measured.json", "moments.safetensors", f"reference-{'t' * 16}.safetensors"):
+    found, reference = "found-int4_g32-clip-none.safetensors", f"reference-{'t' * 16}.safetensors"
+    for name in ("scores.json", "measured.json", found, reference):
         (tmp_path / name).write_bytes(content)
-    assert cache.read_scores() == {} and cache.read_measured() == {} and cache.read_moments() == {}
+    assert cache.read_scores() == {} and cache.read_measured() == {} and cache.read_found(CLIP) == {}
     assert cache.read_reference("t" * 64) is None
     cache.write_measured({"a": 2.0})
     assert cache.read_measured() == {"a": 2.0}

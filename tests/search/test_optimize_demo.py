@@ -18,7 +18,7 @@ from bitwright.search.compare import compare, run_logits, run_reference
 from bitwright.search.optimize import optimize
 from bitwright.search.price import END_ROLES
 from bitwright.search.quantizer import Quantizer
-from bitwright.search.score import score, site_moments
+from bitwright.search.score import score
 from bitwright.search.text import split_text
 
 pytestmark = [pytest.mark.demo, pytest.mark.slow]
@@ -57,7 +57,8 @@ def test_predictions_agree_with_measurements(dithered_demo_model: Any) -> None:
     assert weights is not None
     text = text_set(splits.repair.input_ids[:8], splits.repair.scored[:8])
     reference = run_reference(model, text, NoStage())
-    for site, found in score(model, sites, statistics, Quantizer(moments=site_moments(sites, statistics)), [candidate]):
+    quantizer = Quantizer(shapes={site.name: site.shape for site in sites})
+    for site, found in ((at.site, at.kl) for at in score(model, sites, statistics, quantizer, [candidate])):
         weight = site_weight(model, site)
         original = weight.clone()
         weight.copy_(dequantize(quantize(original.contiguous(), weights)))

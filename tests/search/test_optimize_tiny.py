@@ -35,7 +35,7 @@ def test_every_plan_is_valid_and_meets_its_budget(plan_of: Callable[[str], Plan]
         assert "for 0 KiB" not in site.reason and "save 0 KiB" not in site.reason  # nor of a matrix this small
         kept = site.role in ("embedding", "lm_head", "router")
         assert (site.scheme == "as_loaded") == kept
-        assert (f"{site.name}/scales" in plan.tensors) == (site.rounding == "clip")
+        assert (f"{site.name}/codes" in plan.tensors) == (site.rounding == "gradient_aware")
         if kept:
             assert ("between experts" if site.role == "router" else "--include-head") in site.reason
     assert not any("(1 sites)" in note for note in plan.notes)

@@ -17,12 +17,13 @@ from bitwright.models import find_sites, site_weight
 from bitwright.models.linear_calls import matrices_of
 from bitwright.models.sites import Site
 from bitwright.quantize import ROUNDINGS, SCHEMES, dequantize, fake_quantize, quantize
+from bitwright.quantize import seen as seen_module
 from bitwright.search import score as score_module
 from bitwright.search.calibrate import Inputs, MatrixStatistics, Statistics, calibrate
 from bitwright.search.candidate import Candidate, candidates_of
 from bitwright.search.compare import compare, run_logits, run_reference
 from bitwright.search.quantizer import Quantizer
-from bitwright.search.score import score, site_moments
+from bitwright.search.score import score, seen_at
 
 N, K, T = 24, 16, 96
 
@@ -68,8 +69,8 @@ def softmax_statistics(seed: int = 0, num_tokens: int = T) -> tuple[Softmax, Sta
     return model, statistics, x_TK, g_TN
 
 
-def quantizer_of(sites: Sequence[Site], statistics: Statistics) -> Quantizer:
-    return Quantizer(moments=site_moments(sites, statistics))
+def quantizer_of(sites: Sequence[Site]) -> Quantizer:
+    return Quantizer(shapes={site.name: site.shape for site in sites})
 
 
 def rounding_error(weight_NK: Tensor, candidate: Candidate) -> Tensor:
@@ -81,8 +82,8 @@ def rounding_error(weight_NK: Tensor, candidate: Candidate) -> Tensor:
 
 def scores_of(model: nn.Module, statistics: Statistics, *candidates: Candidate) -> dict[Candidate, float]:
     sites = [SITE]
-    ((_, found),) = score(model, sites, statistics, quantizer_of(sites, statistics), candidates)
-    return found
+    (found,) = score(model, sites, statistics, quantizer_of(sites), candidates)
+    return found.kl
 
 
 def error_of(model: Softmax, scheme: str) -> Tensor:
@@ -95,7 +96,7 @@ def error_of(model: Softmax, scheme: str) -> Tensor:
 @pytest.mark.parametrize("scheme", ["int4_g32", "int3_g64", "int8_w", "fp6_w"])
 def test_windows_of_one_token_are_the_per_token_form(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     """½ E[(gᵀ E x)²], token by token in float64."""
-    monkeypatch.setattr(score_module, "WINDOW_TOKENS", 1)
+    monkeypatch.setattr(seen_module, "WINDOW_TOKENS", 1)
     model, statistics, x_TK, g_TN = softmax_statistics()
     found = scores_of(model, statistics, Candidate(scheme=scheme))
     error = error_of(model, scheme).double()
@@ -148,7 +149,7 @@ def test_one_candidate_scores_as_it_does_among_many(monkeypatch: pytest.MonkeyPa
 
 def test_the_per_token_form_tends_to_the_true_kl(monkeypatch: pytest.MonkeyPatch) -> None:
     """For independent tokens the form estimates E KL(softmax(W x) ‖ softmax((W + E) x)), here from 20,000 of them."""
-    monkeypatch.setattr(score_module, "WINDOW_TOKENS", 1)
+    monkeypatch.setattr(seen_module, "WINDOW_TOKENS", 1)
     model, statistics, x_TK, _ = softmax_statistics(num_tokens=20_000)
     candidate = Candidate(scheme="int4_g32")
     found = scores_of(model, statistics, candidate)[candidate]
@@ -162,7 +163,7 @@ def test_the_per_token_form_tends_to_the_true_kl(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "mxfp4"])
 def test_rounding_the_inputs_adds_their_own_share(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     """Score = the weights' share + ½ E[(uᵀ δ)²] with u = Wᵀ g, over the tokens that are kept unrounded."""
-    monkeypatch.setattr(score_module, "WINDOW_TOKENS", 1)
+    monkeypatch.setattr(seen_module, "WINDOW_TOKENS", 1)
     model, statistics, x_TK, g_TN = softmax_statistics()
     found = scores_of(model, statistics, Candidate(scheme=scheme))[Candidate(scheme=scheme)]
     activations = SCHEMES[scheme].activations
@@ -189,7 +190,9 @@ def test_an_overflowing_format_has_no_finite_score() -> None:
 def test_moments_weigh_tokens_by_their_gradient() -> None:
     """The diagonal of H = E[w x xᵀ] with w = ‖g‖² / mean ‖g‖², in float64."""
     _, statistics, x_TK, g_TN = softmax_statistics()
-    moment = site_moments([SITE], statistics)["map"]
+    seen = seen_at(SITE, "map.weight", statistics)
+    assert seen is not None
+    moment = seen.moment
     weights = g_TN.double().square().sum(-1)
     weights /= weights.mean()
     expected = torch.einsum("t,tk,tj->kj", weights, x_TK.double(), x_TK.double()) / T
@@ -216,7 +219,8 @@ def test_predictions_agree_with_measurements_on_a_model(make_tiny_model: Callabl
     statistics = calibrate(model, sites, text, seed=0, stage=NoStage())
     candidates = (Candidate(scheme="int8_w"), Candidate(scheme="int4_g32"))
     ratios = []
-    for site, found in score(model, sites, statistics, quantizer_of(sites, statistics), candidates):
+    for at in score(model, sites, statistics, quantizer_of(sites), candidates):
+        site, found = at.site, at.kl
         for candidate in candidates:
             error = rounding_error(site_weight(model, site).contiguous(), candidate)
 
@@ -236,7 +240,8 @@ def test_the_head_is_scored_by_the_kl_itself(make_tiny_model: Callable[..., Any]
     sites = [site for site in find_sites(model) if site.role == "lm_head"]
     statistics = calibrate(model, sites, text, seed=0, stage=NoStage())
     candidate = Candidate(scheme=scheme)
-    ((_, found),) = score(model, sites, statistics, quantizer_of(sites, statistics), [candidate])
+    (at,) = score(model, sites, statistics, quantizer_of(sites), [candidate])
+    found = at.kl
     captured: list[Tensor] = []
     handle = model.lm_head.register_forward_pre_hook(lambda _, args: captured.append(args[0]))
     model(input_ids=text.input_ids, use_cache=False)
@@ -258,7 +263,8 @@ def test_a_tied_head_also_carries_the_embedding(make_tiny_model: Callable[..., A
     sites = [site for site in find_sites(model) if site.role == "lm_head"]
     statistics = calibrate(model, sites, text, seed=0, stage=NoStage())
     candidate = Candidate(scheme="int8_w")
-    ((site, found),) = score(model, sites, statistics, quantizer_of(sites, statistics), [candidate])
+    (at,) = score(model, sites, statistics, quantizer_of(sites), [candidate])
+    site, found = at.site, at.kl
     error = rounding_error(site_weight(model, site), candidate)
     measured = measured_kl(model, text, lambda changed: changed.lm_head.weight.add_(error))
     assert found[candidate] == pytest.approx(measured, rel=0.5)
@@ -270,13 +276,14 @@ def test_an_embedding_is_scored_by_the_rows_it_reads(make_tiny_model: Callable[.
     sites = [site for site in find_sites(model) if site.role == "embedding"]
     statistics = calibrate(model, sites, text, seed=0, stage=NoStage())
     candidate = Candidate(scheme="int8_w")
-    ((site, found),) = score(model, sites, statistics, quantizer_of(sites, statistics), [candidate])
+    (at,) = score(model, sites, statistics, quantizer_of(sites), [candidate])
+    site, found = at.site, at.kl
     error = rounding_error(site_weight(model, site), candidate)
     measured = measured_kl(model, text, lambda changed: site_weight(changed, site).add_(error))
     assert found[candidate] == pytest.approx(measured, rel=0.5)
     site_weight(model, site)[40:].mul_(1000)
-    ((_, again),) = score(model, sites, statistics, quantizer_of(sites, statistics), [candidate])
-    assert again[candidate] == found[candidate]
+    (again,) = score(model, sites, statistics, quantizer_of(sites), [candidate])
+    assert again.kl[candidate] == found[candidate]
 
 
 def test_fused_rows_and_experts_each_have_their_score(make_tiny_model: Callable[..., Any]) -> None:
@@ -287,8 +294,8 @@ def test_fused_rows_and_experts_each_have_their_score(make_tiny_model: Callable[
         statistics = calibrate(model, sites, text, seed=0, stage=NoStage())
         candidate = Candidate(scheme="int4_g32")
         found = {
-            site.name: kls[candidate]
-            for site, kls in score(model, sites, statistics, quantizer_of(sites, statistics), [candidate])
+            at.site.name: at.kl[candidate]
+            for at in score(model, sites, statistics, quantizer_of(sites), [candidate])
         }
         assert set(found) == {site.name for site in sites}
         for matrix in matrices_of(sites):

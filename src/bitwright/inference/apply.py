@@ -1,8 +1,10 @@
 """A plan on its model: which codes each site runs with.
 
-A choice whose codes depended on data carries its stored scales (and offsets) in the plan's tensors, so that what runs
-is what was measured: nothing is calibrated again. All other codes follow from the weights alone.
+A choice whose codes depended on data carries what was found in the plan's tensors, so that what runs is what was
+measured: nothing is calibrated again. All other codes follow from the weights alone.
 
+    codes           uint8 [N, bytes of a row], as `quantize/pack.py` packs them; where codes are not the nearest ones
+                    under the scales (error feedback)
     scales          fp16 or fp32 [N, G]
     offsets         uint8 zero points, or minima like the scales, [N, G]; where the scheme is not symmetric
     tensor_scale    fp32 []; where the scheme has one
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,11 +30,32 @@ from bitwright.inference.emulate import SiteRule, emulate
 from bitwright.inference.values import value_rules
 from bitwright.models.sites import Site
 from bitwright.models.value_sites import find_value_sites
-from bitwright.plan import Plan, SiteChoice
+from bitwright.plan import Plan
+from bitwright import formats
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS, QTensor, quantize
 from bitwright.quantize.fitted import Fitted
+from bitwright.quantize.pack import decode_numbers, pack_codes, unpack_bits
 from bitwright.quantize.scaling import Scales
 from bitwright.quantize.scheme import TensorScheme
+
+
+class Chosen(Protocol):
+    """A choice at a weight site: as a plan has it, or a search that has not written its plan yet."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def scheme(self) -> str: ...
+
+    @property
+    def rounding(self) -> str: ...
+
+    @property
+    def transform(self) -> str: ...
 
 
 @contextmanager
@@ -78,18 +102,29 @@ def site_rules(plan: Plan, sites: Sequence[Site]) -> dict[str, SiteRule]:
                 f"the plan has '{choice.name}' as {list(choice.shape)}, but this model's is "
                 f"{list(known[choice.name].shape)}; load the model that the plan is for: {plan.model.name}"
             )
-        transform = _stored_transform(plan.tensors, choice)
-        scheme = SCHEMES[choice.scheme]
-        if scheme.weights is None:
-            continue
-        stored = _stored_scales(plan.tensors, choice, scheme.weights)
-        rules[choice.name] = SiteRule(
-            quantize_weight=_quantizer(scheme.weights, stored, transform),
-            activations=scheme.activations,
-            transform=transform,
-            input_scale=_stored_input_scale(plan.tensors, choice) if scheme.static_activations else None,
-        )
+        rule = rule_of(choice, plan.tensors)
+        if rule is not None:
+            rules[choice.name] = rule
     return rules
+
+
+def rule_of(choice: Chosen, tensors: Mapping[str, np.ndarray]) -> SiteRule | None:
+    """What one choice runs with, given what a plan keeps of it; None where the site stays as it was loaded.
+
+    Raises:
+        PlanError: the tensors lack something, or have it in another shape.
+        UnknownName: this version has no such scheme, rounding or transform.
+    """
+    transform = _stored_transform(tensors, choice)
+    scheme = SCHEMES[choice.scheme]
+    if scheme.weights is None:
+        return None
+    return SiteRule(
+        quantize_weight=_quantizer(choice, scheme.weights, tensors, transform),
+        activations=scheme.activations,
+        transform=transform,
+        input_scale=_stored_input_scale(tensors, choice) if scheme.static_activations else None,
+    )
 
 
 def input_tensors_of(site_name: str, transform: Fitted, input_scale: Tensor | None) -> dict[str, np.ndarray]:
@@ -112,6 +147,8 @@ def tensors_of(site_name: str, q: QTensor) -> dict[str, np.ndarray]:
         )
     if q.tensor_scale is not None:
         kept[f"{site_name}/tensor_scale"] = q.tensor_scale.numpy()
+    if not q.follows_from_scales:
+        kept[f"{site_name}/codes"] = pack_codes(q).codes.numpy()
     return kept
 
 
@@ -119,7 +156,7 @@ def _as_stored(values: Tensor, scale_format: str) -> np.ndarray:
     return values.numpy().astype(np.float16 if scale_format == "fp16" else np.float32)
 
 
-def _stored_scales(tensors: Mapping[str, np.ndarray], choice: SiteChoice, scheme: TensorScheme) -> Scales | None:
+def _stored_scales(tensors: Mapping[str, np.ndarray], choice: Chosen, scheme: TensorScheme) -> Scales | None:
     """The scales that a plan holds for a choice; None where codes follow from the weights alone."""
     if scheme.scaling is None or not ROUNDINGS[choice.rounding].needs_data:
         return None
@@ -137,7 +174,7 @@ def _stored_scales(tensors: Mapping[str, np.ndarray], choice: SiteChoice, scheme
     )
 
 
-def _stored_transform(tensors: Mapping[str, np.ndarray], choice: SiteChoice) -> Fitted:
+def _stored_transform(tensors: Mapping[str, np.ndarray], choice: Chosen) -> Fitted:
     """The transform that a plan holds for a choice."""
     parts = TRANSFORMS[choice.transform].parts
     needed_by = f"whose transform '{choice.transform}' needs them"
@@ -146,13 +183,13 @@ def _stored_transform(tensors: Mapping[str, np.ndarray], choice: SiteChoice) -> 
     )
 
 
-def _stored_input_scale(tensors: Mapping[str, np.ndarray], choice: SiteChoice) -> Tensor:
+def _stored_input_scale(tensors: Mapping[str, np.ndarray], choice: Chosen) -> Tensor:
     needed_by = f"whose scheme '{choice.scheme}' has static activations"
     return torch.from_numpy(_stored(tensors, choice, "input_scale", (), needed_by).astype(np.float32))
 
 
 def _stored(
-    tensors: Mapping[str, np.ndarray], choice: SiteChoice, part: str, shape: tuple[int, ...], needed_by: str
+    tensors: Mapping[str, np.ndarray], choice: Chosen, part: str, shape: tuple[int, ...], needed_by: str
 ) -> np.ndarray:
     """One tensor of a choice. Raises PlanError where the plan lacks it or has it in another shape."""
     found = tensors.get(f"{choice.name}/{part}")
@@ -165,8 +202,35 @@ def _stored(
     return found
 
 
-def _quantizer(scheme: TensorScheme, stored: Scales | None, transform: Fitted) -> Callable[[Tensor], Tensor]:
+def _stored_codes(tensors: Mapping[str, np.ndarray], choice: Chosen, scheme: TensorScheme) -> Tensor | None:
+    """Values of the codes that a plan holds for a choice, fp32 [N, K]; None where they follow from the scales."""
+    if scheme.scaling is None or not ROUNDINGS[choice.rounding].keeps_codes:
+        return None
+    number = formats.FORMATS[scheme.format]
+    rows, columns = choice.shape
+    needed_by = f"whose rounding '{choice.rounding}' needs them"
+    packed = _stored(tensors, choice, "codes", (rows, -(-columns * number.bits // 8)), needed_by)
+    return decode_numbers(unpack_bits(torch.from_numpy(packed), number.bits, columns), number)
+
+
+def _quantizer(
+    choice: Chosen, scheme: TensorScheme, tensors: Mapping[str, np.ndarray], transform: Fitted
+) -> Callable[[Tensor], Tensor]:
+    stored = _stored_scales(tensors, choice, scheme)
+    codes_NK = _stored_codes(tensors, choice, scheme)
+
     def values(weight_NK: Tensor) -> Tensor:
-        return quantize(transform.weight(weight_NK), scheme, scales=stored).dequantize()
+        if codes_NK is None:
+            return quantize(transform.weight(weight_NK), scheme, scales=stored).dequantize()
+        assert stored is not None
+        q = QTensor(
+            scheme=scheme,
+            codes_NK=codes_NK,
+            scales_NG=stored.scale.squeeze(-1),
+            offsets_NG=None if stored.offset is None else stored.offset.squeeze(-1),
+            tensor_scale=stored.tensor_scale,
+            follows_from_scales=False,
+        )
+        return q.dequantize()
 
     return values

@@ -33,6 +33,8 @@ class QTensor:
     offsets_NG: Tensor | None = None
     #: Second-level scale, fp32 0-d; None unless the scheme has one.
     tensor_scale: Tensor | None = None
+    #: Whether the codes are the nearest ones under the scales; those of error feedback are not.
+    follows_from_scales: bool = True
 
     @property
     def scales(self) -> Scales:

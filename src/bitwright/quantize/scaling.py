@@ -106,7 +106,7 @@ class Groups:
 
     def stored(self, ideal: Tensor) -> Tensor:
         """What multiplies codes once the ideal scale is stored, in units of the tensor scale."""
-        stored = _store(ideal * self.inv_tensor_scale, self.scaling.scale_format)
+        stored = round_stored(ideal * self.inv_tensor_scale, self.scaling.scale_format)
         return stored * 2.0**self.scaling.element_exponent
 
 
@@ -211,7 +211,7 @@ def full_range_scales(grouped: Tensor, format_name: str, scaling: Scaling, shrin
     """
     low, high = torch.aminmax(grouped, dim=-1, keepdim=True)
     extreme = torch.where(high > -low, high, low)
-    scale = _store(extreme * (shrink / float(formats.FORMATS[format_name].min)), scaling.scale_format)
+    scale = round_stored(extreme * (shrink / float(formats.FORMATS[format_name].min)), scaling.scale_format)
     return Scales(scale=scale, offset=None, tensor_scale=None)
 
 
@@ -288,17 +288,17 @@ def _asymmetric(grouped: Tensor, format_name: str, scaling: Scaling, shrink: flo
     low, high = torch.aminmax(grouped, dim=-1, keepdim=True)
     if scaling.symmetry == "zero_point":
         low, high = low.clamp(max=0.0) * shrink, high.clamp(min=0.0) * shrink
-        scale = _store(divided(high - low, num_steps), scaling.scale_format)
+        scale = round_stored(divided(high - low, num_steps), scaling.scale_format)
         zero_point = torch.where(scale > 0, -low / scale, torch.zeros_like(scale)).round() + float(number.min)
         return Scales(scale=scale, offset=zero_point.clamp(float(number.min), float(number.max)), tensor_scale=None)
     span = high - low
-    scale = _store(divided(span * shrink, num_steps), scaling.scale_format)
+    scale = round_stored(divided(span * shrink, num_steps), scaling.scale_format)
     # low itself where nothing is shrunk: a detour over the middle would lose a minimum much smaller than the maximum
     lowest = low + span * ((1 - shrink) / 2)
-    minimum = _store(lowest - float(number.min) * scale, scaling.scale_format)
+    minimum = round_stored(lowest - float(number.min) * scale, scaling.scale_format)
     return Scales(scale=scale, offset=minimum, tensor_scale=None)
 
 
-def _store(scale: Tensor, scale_format: str) -> Tensor:
+def round_stored(scale: Tensor, scale_format: str) -> Tensor:
     """Round to the stored format. A finite scale saturates; that of a non-finite group stays, lest it be hidden."""
     return torch.where(torch.isfinite(scale), round_to_format(scale, formats.FORMATS[scale_format]), scale)

@@ -1,7 +1,9 @@
-"""What is kept between runs: scores, second moments, reference runs and measurements, by model, data and choice.
+"""What is kept between runs: scores, codes, reference runs and measurements, by model, data and choice.
 
     <folder>/<key>/scores.json          candidate → site → predicted KL before probes
-                   moments.safetensors  site → second moment of its inputs
+                   found-<choice>.safetensors      codes, scales … of sites, as a plan keeps them
+                   reached.json         site → calibration tokens that reached it
+                   overflows.json       candidate → site → overflows per scored prediction
                    measured.json        digest of an assignment and a text → measured KL
                    reference-<text>.safetensors    head inputs of the fp32 reference
 
@@ -21,17 +23,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from bitwright.errors import DataError
-from bitwright.quantize.moment import InputMoment
 from bitwright.search.candidate import Candidate
 
 #: Raise this when scores of the same inputs would come out different.
-ESTIMATOR_VERSION = 3
+ESTIMATOR_VERSION = 4
 
 
 def default_folder() -> Path:
@@ -48,24 +50,35 @@ class Cache:
 
     def read_scores(self) -> dict[Candidate, dict[str, float]]:
         """Candidate → site → KL."""
-        stored = self._read_json("scores.json")
-        return {
-            Candidate(scheme=scheme, rounding=rounding, transform=transform): sites
-            for key, sites in stored.items()
-            for scheme, rounding, transform in [key.split("/")]
-        }
+        return {_read_key(key): sites for key, sites in self._read_json("scores.json").items()}
 
     def write_scores(self, scores: Mapping[Candidate, Mapping[str, float]]) -> None:
         """Replace all scores."""
-        self._write_json("scores.json", {f"{c.scheme}/{c.rounding}/{c.transform}": s for c, s in scores.items()})
+        self._write_json("scores.json", {_key(c): s for c, s in scores.items()})
 
-    def read_moments(self) -> dict[str, InputMoment]:
-        """Site → second moment of its inputs."""
-        return {site: InputMoment(blocks=blocks) for site, blocks in self._read_tensors("moments.safetensors").items()}
+    def read_found(self, choice: Candidate) -> dict[str, np.ndarray]:
+        """What was found for a choice: "<site>/<part>" → array, as a plan keeps it."""
+        return {key: tensor.numpy() for key, tensor in self._read_tensors(_found_file(choice)).items()}
 
-    def write_moments(self, moments: Mapping[str, InputMoment]) -> None:
-        """Replace all second moments."""
-        self._write_tensors("moments.safetensors", {site: moment.blocks for site, moment in moments.items()})
+    def write_found(self, choice: Candidate, tensors: Mapping[str, np.ndarray]) -> None:
+        """Replace all that was found for a choice."""
+        self._write_tensors(_found_file(choice), {key: torch.from_numpy(array) for key, array in tensors.items()})
+
+    def read_reached(self) -> dict[str, int]:
+        """Site → calibration tokens that reached it."""
+        return self._read_json("reached.json")
+
+    def write_reached(self, reached: Mapping[str, int]) -> None:
+        """Replace all counts."""
+        self._write_json("reached.json", reached)
+
+    def read_overflows(self) -> dict[Candidate, dict[str, float]]:
+        """Candidate → site → overflows per scored prediction."""
+        return {_read_key(key): sites for key, sites in self._read_json("overflows.json").items()}
+
+    def write_overflows(self, overflows: Mapping[Candidate, Mapping[str, float]]) -> None:
+        """Replace all counts."""
+        self._write_json("overflows.json", {_key(c): s for c, s in overflows.items()})
 
     def read_measured(self) -> dict[str, float]:
         """Digest → number."""
@@ -126,6 +139,19 @@ class Cache:
                 f"cannot keep statistics in the cache '{self.folder}' ({error.strerror}); make room or permit writing "
                 "there, set XDG_CACHE_HOME to another folder, or pass --no-cache"
             ) from error
+
+
+def _key(choice: Candidate) -> str:
+    return f"{choice.scheme}/{choice.rounding}/{choice.transform}"
+
+
+def _read_key(key: str) -> Candidate:
+    scheme, rounding, transform = key.split("/")
+    return Candidate(scheme=scheme, rounding=rounding, transform=transform)
+
+
+def _found_file(choice: Candidate) -> str:
+    return f"found-{_key(choice).replace('/', '-')}.safetensors"
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -10,8 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 import torch
 
-from bitwright.inference import tensors_of
-from bitwright.models import Site, site_weight
+from bitwright.models import Site
 from bitwright.plan import (
     FrontierPoint,
     ModelInfo,
@@ -22,10 +21,11 @@ from bitwright.plan import (
     Summary,
     TextInfo,
 )
-from bitwright.quantize import ROUNDINGS, SCHEMES
+from bitwright.quantize import SCHEMES
+from bitwright.search.binding import study_limits
 from bitwright.search.explain import reason_for
 from bitwright.search.mend import Mended
-from bitwright.search.price import AS_LOADED, Assignment, predict_latency
+from bitwright.search.price import AS_LOADED, Assignment, device_memory, predict_latency
 from bitwright.search.problem import Problem
 from bitwright.search.progress import Progress
 from bitwright.search.quantizer import Quantizer
@@ -48,9 +48,8 @@ def draft_plan(
     with progress.stage("write the codes", len(subject.sites)) as stage:
         for site in subject.sites:
             choice = assignment[site.name]
-            if choice != AS_LOADED and ROUNDINGS[choice.rounding].needs_data:
-                weight_NK = site_weight(subject.loaded.model, site).contiguous()
-                tensors |= tensors_of(site.name, quantizer.quantize(site.name, choice, weight_NK))
+            if choice != AS_LOADED:
+                tensors |= quantizer.tensors(site.name, choice)
             stage.advance()
     splits = subject.splits
     plan = Plan(
@@ -64,6 +63,7 @@ def draft_plan(
         hardware_reason=settings.device_reason,
         task=settings.task,
         budget=settings.budget,
+        workload=settings.workload,
         objective=settings.objective,
         objective_reason=settings.objective_reason,
         seed=settings.seed,
@@ -88,7 +88,9 @@ def draft_plan(
         frontier=_frontier(problem, assignment),
         predictions=tuple(predictions),
         repairs=mended.repairs,
+        limit_studies=study_limits(problem, settings.budget, settings.objective, mended.max_total_kl),
         latency=predict_latency(prices, assignment),
+        device_memory=device_memory(prices, assignment),
         notes=(*_notes(subject, assignment, settings, mended.unreachable), *mended.notes),
         versions=_versions(),
     )

@@ -1,33 +1,51 @@
 """Scores for every site and choice: from the cache where they are, else by one calibration pass.
 
 Only what is missing is worked out. A further scheme costs one more pass over the statistics, a further budget nothing.
+
+A site that few tokens reached (an expert that the text does not call for) keeps its loaded format: less than one window
+of tokens is less than one sample of what scores sum, and codes fitted to it would fit noise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from bitwright.models import Site
+from bitwright.models.linear_calls import matrices_of
+from bitwright.quantize.seen import WINDOW_TOKENS
 from bitwright.search.cache import Cache
-from bitwright.search.calibrate import Output, calibrate
+from bitwright.search.calibrate import Output, Statistics, calibrate
 from bitwright.search.candidate import Candidate
+from bitwright.search.optimism import measure_optimism
 from bitwright.search.progress import Progress
 from bitwright.search.quantizer import Quantizer
-from bitwright.search.score import Scores, score, site_moments
+from bitwright.search.score import Scores, score, seen_at
 from bitwright.search.text import TextSet
+
+#: Tokens that have to reach a site before anything is chosen for it.
+MIN_TOKENS = WINDOW_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learned:
     """What calibration knows of a model."""
 
-    #: Site → candidate → predicted KL before probes; sites that no token reached are absent.
+    #: Site → candidate → predicted KL before probes; sites that too few tokens reached are absent.
     scores: Scores
     #: Finds the codes of every choice.
     quantizer: Quantizer
+    #: Site → candidate → numbers beyond their format before the cast, expected per scored prediction; absent: none.
+    overflows: Scores = field(default_factory=dict)
+    #: Site → calibration tokens that reached it.
+    reached: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def too_few(self) -> dict[str, int]:
+        """Sites that stay as loaded because fewer than MIN_TOKENS tokens reached them, and how many did."""
+        return {name: count for name, count in self.reached.items() if count < MIN_TOKENS}
 
 
 def learn(
@@ -42,28 +60,54 @@ def learn(
     output: Output | None = None,
 ) -> Learned:
     """Scores of `candidates` at `sites`."""
-    known, moments = cache.read_scores(), cache.read_moments()
-    missing = [c for c in candidates if c not in known] if moments else list(candidates)
-    quantizer = Quantizer(moments=moments)
+    known, overflows, reached = cache.read_scores(), cache.read_overflows(), cache.read_reached()
+    quantizer = Quantizer(shapes={site.name: site.shape for site in sites}, cache=cache)
+    missing = [c for c in candidates if c not in known]
     if missing:
         with progress.stage("calibrate", text.num_sequences) as stage:
             statistics = calibrate(model, sites, text, seed=seed, stage=stage, output=output)
-        moments = site_moments(sites, statistics)
-        quantizer = Quantizer(moments=moments)
-        found_now: dict[Candidate, dict[str, float]] = {c: {} for c in missing}
-        with progress.stage("score", len(sites)) as stage:
-            for site, scores in score(model, sites, statistics, quantizer, missing):
-                for candidate, kl in scores.items():
-                    found_now[candidate][site.name] = kl
+        reached = count_tokens(sites, statistics)
+        enough = [site for site in sites if reached[site.name] >= MIN_TOKENS]
+        known |= {c: {} for c in missing}
+        overflows |= {c: {} for c in missing}
+        with progress.stage("score", len(enough)) as stage:
+            optimism = measure_optimism(model, enough, statistics, missing)
+            for found in score(model, enough, statistics, quantizer, missing, optimism):
+                for candidate, kl in found.kl.items():
+                    known[candidate][found.site.name] = kl
+                for candidate, count in found.overflows.items():
+                    overflows[candidate][found.site.name] = count
                 stage.advance()
-        known = {**known, **found_now}
-        cache.write_scores(known)
-        cache.write_moments(moments)
+        quantizer.write()
+        cache.write_overflows(overflows)
+        cache.write_reached(reached)
+        cache.write_scores(known)  # last: what has scores has everything
     return Learned(
-        scores={
-            site.name: {c: known[c][site.name] for c in candidates}
-            for site in sites
-            if all(site.name in known[c] for c in candidates)
-        },
+        scores=_by_site(sites, candidates, known),
         quantizer=quantizer,
+        overflows=_by_site(sites, candidates, overflows),
+        reached={site.name: reached[site.name] for site in sites},
     )
+
+
+def count_tokens(sites: Sequence[Site], statistics: Statistics) -> dict[str, int]:
+    """Site → tokens that reached it and move something: padding does not."""
+    counts = {}
+    for matrix in matrices_of(sites):
+        for site in matrix.sites:
+            seen = seen_at(site, matrix.name, statistics)
+            weights_T = None if seen is None else seen.token_weights_T
+            counts[site.name] = (
+                0 if seen is None else len(seen.x_TK) if weights_T is None else int((weights_T > 0).sum())
+            )
+    return counts
+
+
+def _by_site(
+    sites: Sequence[Site], candidates: Sequence[Candidate], known: dict[Candidate, dict[str, float]]
+) -> Scores:
+    """Turn candidate → site → number inside out; sites without any number are absent."""
+    by_site = {
+        site.name: {c: known[c][site.name] for c in candidates if site.name in known.get(c, {})} for site in sites
+    }
+    return {name: numbers for name, numbers in by_site.items() if numbers}

@@ -26,22 +26,23 @@ Legend: T tokens, N outputs, K inputs, C candidates, R sampled tokens, W windows
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from bitwright.inference import SiteRule
 from bitwright.models.linear_calls import matrices_of
 from bitwright.models.sites import Site, site_weight
-from bitwright.quantize import SCHEMES, fake_quantize
-from bitwright.quantize.moment import InputMoment
-from bitwright.quantize.scheme import TensorScheme
-from bitwright.search.calibrate import EmbeddingStatistics, MatrixStatistics, Statistics
+from bitwright.quantize import SCHEMES, TRANSFORMS
+from bitwright.quantize.fitted import Fitted
+from bitwright.quantize.seen import Seen, windows
+from bitwright.quantize.static_scales import find_static_scale, overflows, round_input
+from bitwright.search.calibrate import EmbeddingStatistics, Inputs, MatrixStatistics, Statistics
 from bitwright.search.candidate import Candidate
 from bitwright.search.quantizer import Quantizer
 
-#: Tokens whose errors are summed before squaring.
-WINDOW_TOKENS = 32
 #: Numbers of window gradients formed at once: they stay in the cache while all candidates read them.
 _BLOCK_NUMBERS = 4 << 20
 #: Errors multiplied at once; see `_window_kls`.
@@ -54,76 +55,128 @@ _ERROR_NUMBERS = 128 << 20
 Scores = dict[str, dict[Candidate, float]]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiteScores:
+    """What is predicted of every candidate at one site, per scored prediction."""
+
+    site: Site
+    #: Nats.
+    kl: dict[Candidate, float]
+    #: Numbers beyond their format, before the cast; a candidate without an entry has none.
+    overflows: dict[Candidate, float] = field(default_factory=dict)
+
+
 def score(
     model: nn.Module,
     sites: Sequence[Site],
     statistics: Statistics,
     quantizer: Quantizer,
     candidates: Sequence[Candidate],
-) -> Iterator[tuple[Site, dict[Candidate, float]]]:
+    optimism: Mapping[tuple[str, Candidate], float] | None = None,
+) -> Iterator[SiteScores]:
     """Predicted KL of every candidate at every site that calibration reached, site by site.
 
-    A site that no calibration token reached is left out: nothing can be said of it.
+    A site that no calibration token reached is left out: nothing can be said of it. So is a candidate whose transform
+    does nothing for the site's shape. `optimism` (`optimism.py`) multiplies what weights cost, by role and candidate.
     """
     for matrix in matrices_of(sites):
+        seen_of = {site.name: seen_at(site, matrix.name, statistics) for site in matrix.sites}
+        joint = _JointFits(model, matrix.sites, seen_of)
         for site in matrix.sites:
-            if site.name not in quantizer.moments:
+            seen = seen_of[site.name]
+            if seen is None:
                 continue
             weight_NK = site_weight(model, site).contiguous()
-
-            def error_of(candidate: Candidate, site: Site = site, weight_NK: Tensor = weight_NK) -> Tensor:
-                return quantizer.quantize(site.name, candidate, weight_NK).dequantize() - weight_NK
-
-            if site.role == "lm_head":
-                yield site, _score_head(weight_NK, error_of, statistics, matrix.name, candidates)
-            elif matrix.name in statistics.embeddings:
-                found = statistics.embeddings[matrix.name]
-                yield site, {c: _embedding_kl(error_of(c), found, statistics.num_scored) for c in candidates}
-            else:
-                linear = statistics.matrices[matrix.name]
-                yield site, _score_linear(weight_NK, error_of, site, linear, statistics.num_scored, candidates)
+            possible = [c for c in candidates if TRANSFORMS[c.transform].why_not(SCHEMES[c.scheme], site.shape) is None]
+            runs = {c: quantizer.find(site.name, c, weight_NK, seen, joint.fitted(c)) for c in possible}
+            yield _score_site(site, matrix.name, weight_NK, runs, statistics, seen, optimism or {})
 
 
-def site_moments(sites: Sequence[Site], statistics: Statistics) -> dict[str, InputMoment]:
-    """Site → what clip search weighs its errors with; sites that calibration did not reach have none.
+def seen_at(site: Site, matrix_name: str, statistics: Statistics, tokens: slice = slice(None)) -> Seen | None:
+    """What calibration saw of one site; None where no token reached it.
 
-    Tokens count by the squared gradient at the site's own outputs; at the head all alike. A token reads its row of an
-    embedding as it is, so every column of an error there counts alike.
+    A token reads its row of an embedding as it is: what an error of a row meets are the gradients at its output.
     """
-    moments = {}
-    for matrix in matrices_of(sites):
-        for site in matrix.sites:
-            if matrix.name in statistics.heads:
-                moments[site.name] = InputMoment.of(statistics.heads[matrix.name])
-            elif matrix.name in statistics.embeddings:
-                moments[site.name] = InputMoment.of(torch.ones(1, site.shape[1]))
-            elif matrix.name in statistics.matrices:
-                found = statistics.matrices[matrix.name]
-                first, last = site.rows or (0, found.g_TN.shape[1])
-                squares_T = found.g_TN[:, first:last].float().square().sum(-1)
-                moments[site.name] = InputMoment.of(found.inputs.x_TK.float(), squares_T)
-    return moments
-
-
-def _score_linear(
-    weight_NK: Tensor,
-    error_of: Callable[[Candidate], Tensor],
-    site: Site,
-    found: MatrixStatistics,
-    num_scored: int,
-    candidates: Sequence[Candidate],
-) -> dict[Candidate, float]:
+    if matrix_name in statistics.heads:
+        return Seen(x_TK=statistics.heads[matrix_name][tokens])
+    if matrix_name in statistics.embeddings:
+        return Seen(x_TK=statistics.embeddings[matrix_name].g_TH[tokens])
+    found = statistics.matrices.get(matrix_name)
+    if found is None:
+        return None
     first, last = site.rows or (0, found.g_TN.shape[1])
-    g_TN = found.g_TN[:, first:last]
-    scores = dict.fromkeys(candidates, 0.0)
-    per_batch = max(1, _ERROR_NUMBERS // weight_NK.numel())
+    return Seen(x_TK=found.inputs.x_TK[tokens], g_TN=found.g_TN[tokens, first:last])
+
+
+class _JointFits:
+    """Transforms of a fused matrix: where inputs are rounded, all its rows need one and the same."""
+
+    def __init__(self, model: nn.Module, sites: Sequence[Site], seen_of: Mapping[str, Seen | None]) -> None:
+        self._model = model
+        self._sites = sites
+        self._seen_of = seen_of
+        self._found: dict[tuple[str, str], Fitted] = {}
+
+    def fitted(self, choice: Candidate) -> Fitted | None:
+        """None where each site fits its own."""
+        scheme, transform = SCHEMES[choice.scheme], TRANSFORMS[choice.transform]
+        if len(self._sites) == 1 or scheme.activations is None or not transform.parts:
+            return None
+        key = (choice.scheme, choice.transform)
+        if key not in self._found:
+            weights = torch.cat([site_weight(self._model, site) for site in self._sites])
+            parts = [seen for site in self._sites if (seen := self._seen_of[site.name]) is not None]
+            gradients = [seen.g_TN for seen in parts if seen.g_TN is not None]
+            seen = Seen(x_TK=parts[0].x_TK, g_TN=torch.cat(gradients, dim=1)) if parts else None
+            self._found[key] = transform.fit(weights, scheme, seen)
+        return self._found[key]
+
+
+def _score_site(
+    site: Site,
+    matrix_name: str,
+    weight_NK: Tensor,
+    runs: Mapping[Candidate, SiteRule],
+    statistics: Statistics,
+    seen: Seen,
+    optimism: Mapping[tuple[str, Candidate], float],
+) -> SiteScores:
+    def error_of(candidate: Candidate) -> Tensor:
+        run = runs[candidate]
+        return run.transform.restore(run.quantize_weight(weight_NK)) - weight_NK
+
+    if site.role == "lm_head":
+        return SiteScores(site=site, kl=_score_head(weight_NK, error_of, statistics, matrix_name, runs))
+    if matrix_name in statistics.embeddings:
+        found = statistics.embeddings[matrix_name]
+        return SiteScores(site=site, kl={c: _embedding_kl(error_of(c), found, statistics.num_scored) for c in runs})
+    matrix = statistics.matrices[matrix_name]
+    assert seen.g_TN is not None
+    weights = weight_kls(seen, error_of, list(runs), weight_NK.numel(), statistics.num_scored)
+    inputs = {c: _input_effect(weight_NK, seen.g_TN, matrix, run, statistics.num_scored) for c, run in runs.items()}
+    return SiteScores(
+        site=site,
+        kl={c: weights[c] * optimism.get((site.role, c), 1.0) + inputs[c].kl for c in runs},
+        overflows={c: inputs[c].overflows for c in runs if inputs[c].overflows > 0},
+    )
+
+
+def weight_kls(
+    seen: Seen,
+    error_of: Callable[[Candidate], Tensor],
+    candidates: Sequence[Candidate],
+    num_weights: int,
+    num_scored: int,
+) -> dict[Candidate, float]:
+    """½ Σ_w ⟨D_w, E⟩² / num_scored of the weight error of every candidate."""
+    assert seen.g_TN is not None
+    scores: dict[Candidate, float] = {}
+    per_batch = max(1, _ERROR_NUMBERS // max(1, num_weights))
     for start in range(0, len(candidates), per_batch):
         batch = candidates[start : start + per_batch]
         errors = [error_of(candidate) for candidate in batch]
-        for candidate, kl in zip(batch, _window_kls(g_TN, found.inputs.x_TK, errors, num_scored), strict=True):
-            scores[candidate] = kl
-    shares = _activation_kls(weight_NK, g_TN, found, num_scored, candidates)
-    return {c: kl + shares.get(SCHEMES[c.scheme].activations, 0.0) for c, kl in scores.items()}
+        scores |= zip(batch, _window_kls(seen.g_TN, seen.x_TK, errors, num_scored), strict=True)
+    return scores
 
 
 def _window_kls(g_TN: Tensor, x_TK: Tensor, errors: Sequence[Tensor], num_scored: int) -> list[float]:
@@ -135,7 +188,7 @@ def _window_kls(g_TN: Tensor, x_TK: Tensor, errors: Sequence[Tensor], num_scored
     """
     dtype = _product_dtype()
     num_outputs, num_inputs = errors[0].shape
-    g_WtN, x_WtK = _windows(g_TN.to(dtype)), _windows(x_TK.to(dtype))
+    g_WtN, x_WtK = windows(g_TN.to(dtype)), windows(x_TK.to(dtype))
     num_windows = g_WtN.shape[0]
     sums_WC = torch.zeros(num_windows, -(-len(errors) // _ERROR_BATCH) * _ERROR_BATCH)
     block = max(1, _BLOCK_NUMBERS // (num_windows * num_inputs))
@@ -157,36 +210,56 @@ def _product_dtype() -> torch.dtype:
     return torch.bfloat16 if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else torch.float32
 
 
-def _windows(values_TD: Tensor) -> Tensor:
-    """Cut [T, D] into [W, WINDOW_TOKENS, D], the last window filled up with zeros."""
-    missing = -values_TD.shape[0] % WINDOW_TOKENS
-    if missing:
-        values_TD = torch.cat([values_TD, values_TD.new_zeros(missing, values_TD.shape[1])])
-    return values_TD.reshape(-1, WINDOW_TOKENS, values_TD.shape[1])
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _InputEffect:
+    kl: float = 0.0
+    overflows: float = 0.0
 
 
-def _activation_kls(
-    weight_NK: Tensor, g_TN: Tensor, found: MatrixStatistics, num_scored: int, candidates: Sequence[Candidate]
-) -> dict[TensorScheme | None, float]:
-    """½ E[(u_tᵀ δ_t)²] of every activation scheme among the candidates."""
-    wanted = {SCHEMES[c.scheme].activations for c in candidates} - {None}
-    if not wanted:
-        return {}
+def _input_effect(
+    weight_NK: Tensor, g_TN: Tensor, found: MatrixStatistics, run: SiteRule, num_scored: int
+) -> _InputEffect:
+    """½ E[(u_tᵀ δ_t)²] of rounding inputs, and the numbers that overflow, both per scored prediction."""
+    scheme = run.activations
+    if scheme is None:
+        return _InputEffect()
     inputs = found.inputs
-    u_RK = g_TN[inputs.unrounded_rows].float() @ weight_NK
-    per_sampled = g_TN.shape[0] / inputs.unrounded_rows.numel()
-    shares: dict[TensorScheme | None, float] = {}
-    for scheme in wanted:
-        assert scheme is not None
-        delta_RK = fake_quantize(inputs.unrounded_RK, scheme) - inputs.unrounded_RK
-        change_R = (u_RK * delta_RK).sum(-1).double()
-        shares[scheme] = float(change_R.square().sum()) * per_sampled / (2 * num_scored)
-    return shares
+    num_tokens = g_TN.shape[0]
+    u_RK = g_TN[inputs.unrounded_rows].float() @ run.transform.weight(weight_NK)
+    changed_RK = run.transform.input(inputs.unrounded_RK)
+    delta_RK = round_input(changed_RK, scheme, run.input_scale) - changed_RK
+    squares = float((u_RK * delta_RK).sum(-1).double().square().sum())
+    per_sampled = num_tokens / inputs.unrounded_rows.numel()
+    return _InputEffect(
+        kl=squares * per_sampled / (2 * num_scored),
+        overflows=_expected_overflows(inputs, run, per_sampled) / num_scored,
+    )
+
+
+def _expected_overflows(inputs: Inputs, run: SiteRule, per_sampled: float) -> float:
+    """Numbers of a text of this length that lie beyond the format, counted before the cast.
+
+    A static scale that was found on these very inputs covers them. What other text will do is asked of one half of the
+    text, under the scale of the other half; twice the text then halves what lies beyond it.
+    """
+    scheme = run.activations
+    assert scheme is not None
+    if run.input_scale is None:
+        beyond = overflows(run.transform.input(inputs.unrounded_RK), scheme)
+        return 0.0 if beyond is None else float(beyond.sum()) * per_sampled
+    halves = inputs.x_TK.tensor_split(2)
+    count = 0.0
+    for known, other in (halves, halves[::-1]):
+        if known.shape[0] and other.shape[0]:
+            scale = find_static_scale(run.transform.input(known.float()), scheme)
+            beyond = overflows(run.transform.input(other.float()), scheme, scale)
+            count += 0.0 if beyond is None else float(beyond.sum())
+    return count / 2
 
 
 def _embedding_kl(error_VH: Tensor, found: EmbeddingStatistics, num_scored: int) -> float:
     change_T = (error_VH[found.ids_T] * found.g_TH.float()).sum(-1, keepdim=True)
-    return float(_windows(change_T).sum((1, 2)).double().square().sum()) / (2 * num_scored)
+    return float(windows(change_T).sum((1, 2)).double().square().sum()) / (2 * num_scored)
 
 
 def _score_head(
@@ -194,7 +267,7 @@ def _score_head(
     error_of: Callable[[Candidate], Tensor],
     statistics: Statistics,
     matrix_name: str,
-    candidates: Sequence[Candidate],
+    runs: Mapping[Candidate, SiteRule],
 ) -> dict[Candidate, float]:
     """KL at the head itself; where the embedding is the same weight, its share comes on top."""
     x_RH = statistics.heads[matrix_name]
@@ -202,11 +275,13 @@ def _score_head(
     p = log_p.exp()
     embedding = statistics.embeddings.get(matrix_name)
     scores = {}
-    for candidate in candidates:
+    for candidate, run in runs.items():
         error = error_of(candidate)
-        activations = SCHEMES[candidate.scheme].activations
-        inputs = x_RH if activations is None else fake_quantize(x_RH, activations)
-        log_q = (inputs @ (weight_VH + error).T).log_softmax(-1)
+        inputs, weight = x_RH, weight_VH + error
+        if run.activations is not None:
+            inputs = round_input(run.transform.input(x_RH), run.activations, run.input_scale)
+            weight = run.quantize_weight(weight_VH)
+        log_q = (inputs @ weight.T).log_softmax(-1)
         scores[candidate] = float((p * (log_p - log_q)).sum(-1).double().mean())
         if embedding is not None:
             scores[candidate] += _embedding_kl(error, embedding, statistics.num_scored)

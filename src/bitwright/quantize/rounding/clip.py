@@ -4,9 +4,7 @@ For every group a fixed list of scales is tried, and the one whose error does th
 
     min over scales of  eᵀ H e,      e = Q(w) − w,      H = E[w x xᵀ] on the group's columns (`moment.py`)
 
-The list is the plain scale of round-to-nearest, first, so that no group is ever worse for it; then, for each ratio of a
-grid, the range shrunk by it. Symmetric integers are tried with full-range scales: those reach one code further on the
-side of the group's extreme value, at the price of a scale that can be negative (value = code · scale all the same).
+The list is that of `tried_scales.py`; the plain scale of round-to-nearest is its first.
 
 Rejected: the diagonal of H alone (13 % more predicted KL with int4 in groups of 128), positive scales only (14 % more),
 an unweighted error (blind to the columns that matter), one ratio per tensor (what a group gains is its own). Only
@@ -29,11 +27,11 @@ from bitwright.quantize.granularity import to_groups
 from bitwright.quantize.moment import InputMoment
 from bitwright.quantize.qtensor import QTensor
 from bitwright.quantize.quantize import quantize
-from bitwright.quantize.scaling import Scales, find_scales, full_range_scales
+from bitwright.quantize.scaling import Scales, find_scales
 from bitwright.quantize.scheme import TensorScheme
+from bitwright.quantize.seen import Seen
+from bitwright.quantize.tried_scales import shrunk_scales
 
-#: Ratios of the range that are tried.
-SHRINK_GRID = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.72, 0.68, 0.64, 0.6, 0.55, 0.5)
 #: Weights per piece of work: large enough for the matrix products, small enough for the cache.
 _CHUNK_WEIGHTS = 1 << 19
 
@@ -45,23 +43,28 @@ class ClipSearch:
     name: str = "clip"
     description: str = "scale of each group chosen for the least error weighted by the input's second moment"
     needs_data: bool = True
+    keeps_codes: bool = False
 
     def applies_to(self, scheme: TensorScheme) -> bool:
         """Integer codes of at most 4 bits: above, nothing is left to gain."""
         number = formats.get(scheme.format)
         return scheme.scaling is not None and isinstance(number, IntFormat) and number.bits <= 4
 
-    def quantize(self, weight_NK: Tensor, scheme: TensorScheme, moment: InputMoment | None) -> QTensor:
-        """Codes of fp32 [N, K] given the moment of its K inputs.
+    def tried_by_default(self, scheme: TensorScheme) -> bool:
+        """No: where it applies, gradient-aware rounding chooses scales better."""
+        return False
+
+    def quantize(self, weight_NK: Tensor, scheme: TensorScheme, seen: Seen | None) -> QTensor:
+        """Codes of fp32 [N, K] given what its inputs looked like.
 
         Raises:
-            SchemeError: no moment was given.
+            SchemeError: nothing was seen.
         """
-        if moment is None:
+        if seen is None:
             raise SchemeError("clip search needs the second moment of the inputs; calibrate first, or use rounding rtn")
         step = max(1, _CHUNK_WEIGHTS // max(1, weight_NK.shape[1]))
         parts = [
-            best_scales(weight_NK[start : start + step], scheme, moment)
+            best_scales(weight_NK[start : start + step], scheme, seen.moment)
             for start in range(0, max(1, weight_NK.shape[0]), step)
         ]
         offsets = [part.offset for part in parts if part.offset is not None]
@@ -78,7 +81,7 @@ def best_scales(weight_NK: Tensor, scheme: TensorScheme, moment: InputMoment) ->
     assert scheme.scaling is not None
     # groups first: their errors then meet their block of the moment without being copied
     groups_GNg = to_groups(weight_NK, scheme.scaling.granularity).transpose(0, 1).contiguous()
-    tried = _tried_scales(groups_GNg, scheme)
+    tried = _tried(groups_GNg, scheme)
     best = next(tried)
     least = moment.damage(_error(groups_GNg, best, scheme))
     for scales in tried:
@@ -99,16 +102,10 @@ def best_scales(weight_NK: Tensor, scheme: TensorScheme, moment: InputMoment) ->
     )
 
 
-def _tried_scales(groups_GNg: Tensor, scheme: TensorScheme) -> Iterator[Scales]:
+def _tried(groups_GNg: Tensor, scheme: TensorScheme) -> Iterator[Scales]:
     assert scheme.scaling is not None
-    # a group's scales depend on its two ends alone, which are sought once
-    ends_GN2 = torch.cat(torch.aminmax(groups_GNg, dim=-1, keepdim=True), dim=-1) if groups_GNg.numel() else groups_GNg
-    yield find_scales(ends_GN2, scheme.format, scheme.scaling)
-    for ratio in SHRINK_GRID:
-        if scheme.scaling.symmetry == "symmetric":
-            yield full_range_scales(ends_GN2, scheme.format, scheme.scaling, ratio)
-        elif ratio != 1.0:
-            yield find_scales(ends_GN2, scheme.format, scheme.scaling, ratio)
+    yield find_scales(groups_GNg, scheme.format, scheme.scaling)
+    yield from shrunk_scales(groups_GNg, scheme)
 
 
 def _error(groups_GNg: Tensor, scales: Scales, scheme: TensorScheme) -> Tensor:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from bitwright.quantize.moment import InputMoment
 from bitwright.quantize.qtensor import QTensor
 from bitwright.quantize.quantize import quantize
 from bitwright.quantize.scheme import TensorScheme
+from bitwright.quantize.seen import Seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +18,19 @@ class RoundToNearest:
 
     name: str = "rtn"
     description: str = "nearest code under the scale that covers the group; needs no data"
-    #: Whether the codes depend on calibration data, so that a plan must store what was found.
     needs_data: bool = False
+    keeps_codes: bool = False
 
     def applies_to(self, scheme: TensorScheme) -> bool:
         """Any scheme."""
         return True
 
-    def quantize(self, weight_NK: Tensor, scheme: TensorScheme, moment: InputMoment | None) -> QTensor:
-        """Codes of fp32 [N, K]; the inputs' moment is not looked at."""
+    def tried_by_default(self, scheme: TensorScheme) -> bool:
+        """Always."""
+        return True
+
+    def quantize(self, weight_NK: Tensor, scheme: TensorScheme, seen: Seen | None) -> QTensor:
+        """Codes of fp32 [N, K]; what was seen is not looked at."""
         return quantize(weight_NK, scheme)
 
 

@@ -24,7 +24,7 @@ def _grouped(bits: int, size: int, symmetry: Symmetry) -> Scheme:
             format=f"int{bits}" if symmetry == "symmetric" else f"uint{bits}",
             scaling=Scaling(granularity=group(size), scale_format="fp16", symmetry=symmetry),
         ),
-        in_default_search=symmetry == "symmetric" or (symmetry, size) == ("minimum", 32),
+        in_default_search=bits <= 4 and (symmetry == "symmetric" or (symmetry, size) == ("minimum", 32)),
     )
 
 
@@ -33,6 +33,7 @@ _INT8_CHANNEL = TensorScheme(format="int8", scaling=Scaling(granularity=ROW, sca
 SCHEMES = (
     *(_grouped(4, size, symmetry) for symmetry in _SUFFIX for size in (128, 64, 32)),
     _grouped(3, 64, "symmetric"),
+    *(_grouped(8, size, "symmetric") for size in (128, 64)),
     Scheme(
         name="int8_w",
         description="8-bit weights, one scale per output channel; activations untouched",

@@ -1,0 +1,138 @@
+"""Error feedback inside a block of columns, and single codes changed afterwards, as Numba kernels.
+
+Rows do not depend on each other: they are dealt to threads, and results do not depend on how many there are. Each
+kernel works on a range of rows; `…_parallel` gives each thread one (`backends/cpu/arrays.py: run_rows` calls either).
+
+Legend: N rows, B columns of a block, K columns, G groups, S scales that are tried.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba import njit
+
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+
+
+class Codes(NamedTuple):
+    """The values that a code can stand for."""
+
+    #: Whether they are all whole numbers from the first to the last.
+    uniform: bool
+    lowest: np.float32
+    highest: np.float32
+    #: Ascending, fp32, and the midpoints between neighbours.
+    values: Any
+    midpoints: Any
+
+
+@njit(inline="always")
+def _nearest(x, codes):  # type: ignore[no-untyped-def]
+    if codes.uniform:
+        return min(max(np.rint(x), codes.lowest), codes.highest)
+    low, high = 0, codes.midpoints.size
+    while low < high:
+        middle = (low + high) >> 1
+        if x > codes.midpoints[middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return codes.values[low]
+
+
+@njit(nogil=True, error_model="numpy", fastmath=_FAST, cache=True)
+def feed_back_block(  # type: ignore[no-untyped-def]
+    aims, weights, found, errors, best, first, last, feedback, pivots, scales, shifts, width, codes
+):
+    """Codes of a block of columns; of the scales that are tried for a group, those whose codes do the least damage.
+
+    aims: what columns aim at after all earlier blocks; weights: what they are, fp32 [N, B]. feedback [B, B] and pivots
+    [B]: the block's part of `Curvature`. scales, shifts: fp32 [S, N, G], value = code · scale + shift. width: columns
+    of a group. Written: found and errors (weight − value), fp32 [N, B]; best, the index of the scale, int64 [N, G].
+    """
+    num_columns = aims.shape[1]
+    num_tries, _, num_groups = scales.shape
+    for n in range(first, last):
+        aim = aims[n].copy()
+        tried = np.empty(num_columns, np.float32)
+        code = np.empty(num_columns, np.float32)
+        for g in range(num_groups):
+            start = g * width
+            stop = min(num_columns, start + width)
+            least = np.float32(np.inf)
+            for s in range(num_tries):
+                scale, shift = scales[s, n, g], shifts[s, n, g]
+                inverse = np.float32(0.0) if scale == 0.0 else np.float32(1.0) / scale
+                damage = np.float32(0.0)
+                tried[start:stop] = aim[start:stop]
+                for j in range(start, stop):
+                    c = _nearest((tried[j] - shift) * inverse, codes)
+                    value = c * scale + shift
+                    off = tried[j] - value
+                    damage += pivots[j] * off * off
+                    if damage >= least:
+                        break
+                    code[j] = c
+                    error = weights[n, j] - value
+                    for k in range(j + 1, stop):
+                        tried[k] += error * feedback[j, k]
+                if damage < least:
+                    least = damage
+                    best[n, g] = s
+                    found[n, start:stop] = code[start:stop]
+            scale, shift = scales[best[n, g], n, g], shifts[best[n, g], n, g]
+            for j in range(start, stop):
+                error = weights[n, j] - (found[n, j] * scale + shift)
+                errors[n, j] = error
+                for k in range(stop, num_columns):
+                    aim[k] += error * feedback[j, k]
+
+
+@njit(nogil=True, error_model="numpy", parallel=True, cache=True)
+def feed_back_block_parallel(  # type: ignore[no-untyped-def]
+    aims, weights, found, errors, best, num_rows, feedback, pivots, scales, shifts, width, codes, num_threads
+):
+    """`feed_back_block` of all rows on several threads."""
+    for thread in numba.prange(num_threads):
+        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
+        feed_back_block(aims, weights, found, errors, best, first, last, feedback, pivots, scales, shifts, width, codes)
+
+
+@njit(nogil=True, error_model="numpy", fastmath=_FAST, cache=True)
+def change_codes(slopes, found, first, last, matrix, scales, width, codes, num_passes):  # type: ignore[no-untyped-def]
+    """Change single codes for as long as that lowers the damage, column by column, in place.
+
+    slopes: E H of the errors E = value − weight, fp32 [N, K], kept up to date; matrix: H; scales: fp32 [N, G].
+    The best value of one weight, all others held, is value − slope / H_jj; a code moves to the nearest to it.
+    """
+    num_columns = found.shape[1]
+    for n in range(first, last):
+        for _ in range(num_passes):
+            changed = False
+            for j in range(num_columns):
+                scale = scales[n, j // width]
+                if scale == 0.0:
+                    continue
+                ideal = found[n, j] * scale - slopes[n, j] / matrix[j, j]
+                c = _nearest(ideal / scale, codes)
+                if c != found[n, j]:
+                    move = (c - found[n, j]) * scale
+                    found[n, j] = c
+                    changed = True
+                    for k in range(num_columns):
+                        slopes[n, k] += move * matrix[j, k]
+            if not changed:
+                break
+
+
+@njit(nogil=True, error_model="numpy", parallel=True, cache=True)
+def change_codes_parallel(  # type: ignore[no-untyped-def]
+    slopes, found, num_rows, matrix, scales, width, codes, num_passes, num_threads
+):
+    """`change_codes` of all rows on several threads."""
+    for thread in numba.prange(num_threads):
+        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
+        change_codes(slopes, found, first, last, matrix, scales, width, codes, num_passes)
