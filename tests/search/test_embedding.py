@@ -264,3 +264,24 @@ def test_vectors_that_are_not_finite_name_their_sequences(encoder: LoadedModel) 
         output.compare(reference, encoder.model, NoStage())
     with pytest.raises(ModelError, match="reference's vectors are not finite in sequences 0 to 2"):
         output.run_reference(encoder.model, text, NoStage())
+
+
+@pytest.mark.demo
+@pytest.mark.slow
+def test_a_plan_for_the_built_in_encoder(demo_encoder: LoadedModel) -> None:
+    """A smaller encoder whose vectors stay, and whose prediction holds."""
+    plan = optimize(
+        demo_encoder,
+        budget=Budget(max_kl=0.005),
+        task="embedding",
+        schemes=("int4_g32", "int4_g64", "int8_w", "bf16"),
+        hardware="x86-avx512-bf16",
+        cache=None,
+    )
+    assert plan.met and plan.measured is not None and plan.measured.embedding is not None
+    assert plan.summary.effective_bits < 8
+    assert 0.7 < plan.summary.predicted_kl / plan.measured.kl.mean < 1.4
+    figures = plan.measured.embedding
+    assert figures.cosine.mean > 0.995
+    assert all(neighbours.overlap.mean > 0.85 for neighbours in figures.neighbours)
+    assert plan.measured.bf16_floor_kl < 1e-3
