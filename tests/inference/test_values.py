@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,13 @@ from transformers import DynamicCache
 from value_models import make_value_model
 
 from bitwright.errors import PlanError
-from bitwright.inference import ValueRule, emulate, emulate_values, value_tensors_of
+from bitwright.inference import ValueRule, emulate, emulate_plan, emulate_values, value_tensors_of
 from bitwright.inference.values import value_rules
 from bitwright.models import find_sites
 from bitwright.models.attention_calls import attend
 from bitwright.models.value_calls import ValueCalls
 from bitwright.models.value_sites import ValueSite, find_value_sites
+from bitwright.plan import Budget, ModelInfo, Plan, SiteChoice, Summary, TextInfo, load_plan, write_plan
 from bitwright.quantize import VALUE_SCHEMES
 from bitwright.quantize.value_rounding import static_scale
 
@@ -206,6 +208,52 @@ def test_scales_that_a_plan_keeps() -> None:
     assert list(value_tensors_of(sites["pv"], rules)) == ["model.layers.0.self_attn:pv/scale"]
     assert value_tensors_of(sites["k_cache"], ValueRule(scheme=VALUE_SCHEMES["int8_token"])) == {}
     assert value_tensors_of(sites["softmax"], ValueRule(scheme=VALUE_SCHEMES["fp8_e4m3_unit"])) == {}
+
+
+def test_a_written_plan_runs_as_its_rules_do(tmp_path: Path) -> None:
+    model = make_value_model("llama")
+    rules = {site: rule("fp8_e4m3_head") for site in sites_of(model, "k_cache", "qk")}
+    choices = [
+        SiteChoice(
+            name=site.name,
+            kind=site.kind,
+            role=site.role,
+            module=site.module,
+            rows=None,
+            tied_group=site.tied_group,
+            shape=site.shape,
+            scheme=chosen.scheme.name,
+            rounding="rtn",
+            transform="none",
+            reason="a test",
+            bytes=0,
+            bits=chosen.scheme.stored_bits(site.head_dim),
+            predicted_kl=0.0,
+        )
+        for site, chosen in rules.items()
+    ]
+    tensors = {name: array for site, chosen in rules.items() for name, array in value_tensors_of(site, chosen).items()}
+    text = TextInfo(source="docs", tokens=1, sequences=1, hash="ab" * 32)
+    made = Plan(
+        model=ModelInfo(name="tiny", hash="ab" * 32, params=1),
+        hardware="x86-avx512-bf16",
+        task="text",
+        budget=Budget(effective_bits=5.0),
+        objective="kl",
+        seed=0,
+        calibration=text,
+        evaluation=text,
+        sites=tuple(choices),
+        summary=Summary(effective_bits=0.0, nominal_bits=0.0, weight_bytes=0, predicted_kl=0.0),
+        met=False,
+    )
+    write_plan(made.attach(tensors=tensors), tmp_path / "plan")
+    plan = load_plan(tmp_path / "plan")
+    counters: dict[str, Any] = {}
+    with torch.no_grad(), emulate_plan(plan, model, find_sites(model), counters=counters):
+        found = model(IDS, use_cache=False).logits
+    assert torch.equal(found, logits_of(model, rules))
+    assert set(counters) == {site.name for site in rules}
 
 
 def test_a_plan_without_the_scales_of_a_site_is_refused() -> None:
