@@ -5,9 +5,10 @@
 Weights are rounded to nearest under the scheme's own scales: whichever rounding runs in the end starts from there. Some
 tokens and some rows are looked at, evenly spread; a fit has a handful of numbers to choose, so few are enough.
 
-Tokens are split in two: from every other one come the factors and the static scale that are tried, on the rest they are
-judged. Judged on their own tokens, factors that bring every column to one amax look best, and then saturate on the next
-text.
+Tokens are split in two: from the first half of the text come the factors and the static scale that are tried, on the
+second they are judged. Judged on their own tokens, factors that bring every column to one amax look best, and then
+saturate on the next text. (Every other token would not do: the first of each sequence, unlike all others in many
+models, would always fall to the same half.)
 
 Legend: T tokens, N rows, K columns.
 """
@@ -49,11 +50,11 @@ class Trial:
         """Take every n-th row and token; a single token is learned from and judged on."""
         weights_T = torch.ones(x_TK.shape[0]) if token_weights_T is None else token_weights_T
         half = x_TK.shape[0] // 2
-        judged = slice(1 if half else 0, None, 2 * _odd_stride(half, NUM_JUDGED_TOKENS))
+        judged = slice(half, None, _odd_stride(x_TK.shape[0] - half, NUM_JUDGED_TOKENS))
         return Trial(
             scheme=scheme,
             weight_NK=weight_NK[:: -(-weight_NK.shape[0] // NUM_ROWS)],
-            learned_TK=x_TK[:: 2 * _odd_stride(half, NUM_LEARNED_TOKENS)].float(),
+            learned_TK=x_TK[: max(half, 1) : _odd_stride(half, NUM_LEARNED_TOKENS)].float(),
             judged_TK=x_TK[judged].float(),
             judged_weights_T=weights_T[judged].float(),
         )
