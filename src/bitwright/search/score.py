@@ -15,7 +15,11 @@ weight is formed once,
 
 and then serves every scheme: one more costs its quantisation and one dot product per window.
 
-Rounding an input gives errors δ_t that are independent from token to token. With u_t = Wᵀ g_t their share is
+Codes that were found with this very text look better on it than they are: a rounding that lowers such a sum is scored
+by it. `optimism.py` measures by how much, on text that codes did not see, and corrects by a factor.
+
+A change of variables W x = W' x' (`quantize/fitted.py`) leaves an error of W' as the error restore(Q(W')) − W of W.
+Rounding an input gives errors δ_t that are independent from token to token. With u_t = W'ᵀ g_t their share is
 ½ E[(u_tᵀ δ_t)²], added to the weights' share.
 
 The head needs no expansion: KL(softmax(W x) ‖ softmax(Q(W) x)) is computed as it stands, on a sample of its inputs.
@@ -77,7 +81,8 @@ def score(
     """Predicted KL of every candidate at every site that calibration reached, site by site.
 
     A site that no calibration token reached is left out: nothing can be said of it. So is a candidate whose transform
-    does nothing for the site's shape. `optimism` (`optimism.py`) multiplies what weights cost, by role and candidate.
+    does nothing for the site's shape, or for an embedding. `optimism` (`optimism.py`) multiplies what weights cost, by
+    role and candidate.
     """
     for matrix in matrices_of(sites):
         seen_of = {site.name: seen_at(site, matrix.name, statistics) for site in matrix.sites}
@@ -87,9 +92,16 @@ def score(
             if seen is None:
                 continue
             weight_NK = site_weight(model, site).contiguous()
-            possible = [c for c in candidates if TRANSFORMS[c.transform].why_not(SCHEMES[c.scheme], site.shape) is None]
+            reads_rows = matrix.name in statistics.embeddings and matrix.name not in statistics.heads
+            possible = [c for c in candidates if _is_possible(c, site, reads_rows)]
             runs = {c: quantizer.find(site.name, c, weight_NK, seen, joint.fitted(c)) for c in possible}
             yield _score_site(site, matrix.name, weight_NK, runs, statistics, seen, optimism or {})
+
+
+def _is_possible(candidate: Candidate, site: Site, reads_rows: bool) -> bool:
+    """Whether a transform can serve a site: rows that are only read out (an embedding) have no input to change."""
+    transform = TRANSFORMS[candidate.transform]
+    return transform.why_not(SCHEMES[candidate.scheme], site.shape) is None and not (reads_rows and transform.parts)
 
 
 def seen_at(site: Site, matrix_name: str, statistics: Statistics, tokens: slice = slice(None)) -> Seen | None:
