@@ -255,8 +255,9 @@ def test_transforms_and_static_scales_come_back_from_the_plan_bit_for_bit(
     write_plan(plan_of(chosen, tensors), tmp_path / "plan")
     with emulate(model, sites, rules):
         expected = model(IDS).logits
-    with emulate_plan(load_plan(tmp_path / "plan"), model, sites):
-        assert torch.equal(model(IDS).logits, expected)
+    for in_place in (True, False):
+        with emulate_plan(load_plan(tmp_path / "plan"), model, sites, in_place=in_place):
+            assert torch.equal(model(IDS).logits, expected)
     assert not torch.equal(model(IDS).logits, expected)
 
 

@@ -63,3 +63,19 @@ def test_candidates_with_transforms_are_scored_and_run(make_tiny_model: Callable
     for transform in ("smoothquant", "hadamard"):
         assert measured[transform] < 0.8 * measured["none"], (measured, predicted)
         assert predicted[transform] < 0.8 * predicted["none"], (measured, predicted)
+
+
+def test_an_embedding_that_is_only_read_has_no_transform(make_tiny_model: Callable[..., Any]) -> None:
+    model = make_tiny_model("llama")
+    ends = [site for site in find_sites(model) if site.role in ("embedding", "lm_head")]
+    learned = learn(
+        model,
+        ends,
+        random_text(4, 64),
+        candidates_of(("int4_g32",), ("rtn",), ("none", "awq", "hadamard")),
+        seed=0,
+        cache=Cache(folder=None),
+        progress=NoProgress(),  # type: ignore[arg-type]
+    )
+    asked = {site.role: {c.transform for c in learned.scores[site.name]} for site in ends}
+    assert asked == {"embedding": {"none"}, "lm_head": {"none", "awq", "hadamard"}}

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bitwright import formats
 from bitwright.errors import PlanError
 from bitwright.inference.counters import Counters
 from bitwright.inference.emulate import SiteRule, emulate
@@ -31,7 +32,6 @@ from bitwright.inference.values import value_rules
 from bitwright.models.sites import Site
 from bitwright.models.value_sites import find_value_sites
 from bitwright.plan import Plan
-from bitwright import formats
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS, QTensor, quantize
 from bitwright.quantize.fitted import Fitted
 from bitwright.quantize.pack import decode_numbers, pack_codes, unpack_bits
@@ -60,7 +60,12 @@ class Chosen(Protocol):
 
 @contextmanager
 def emulate_plan(
-    plan: Plan, model: nn.Module, sites: Sequence[Site], *, counters: Counters | None = None
+    plan: Plan,
+    model: nn.Module,
+    sites: Sequence[Site],
+    *,
+    in_place: bool = True,
+    counters: Counters | None = None,
 ) -> Iterator[nn.Module]:
     """Run `model` as the plan says, for the time of the block.
 
@@ -68,6 +73,7 @@ def emulate_plan(
         plan: choices for weights and for values.
         model: fp32; changed inside the block only.
         sites: all weight sites of the model.
+        in_place: replace the weights once; False computes them anew on every call and keeps no copy (`emulate.py`).
         counters: counts of rounded and of overflowing numbers are added to it, by matrix or value site.
 
     Raises:
@@ -76,7 +82,7 @@ def emulate_plan(
     rules = site_rules(plan, sites)
     rounds_values = any(choice.kind != "weight" for choice in plan.sites)
     values = value_rules(plan, find_value_sites(model)) if rounds_values else None
-    with emulate(model, sites, rules, values=values, counters=counters):
+    with emulate(model, sites, rules, values=values, in_place=in_place, counters=counters):
         yield model
 
 
