@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tiny_search import ARCHITECTURES, SCHEMES, made_up_scores, problem_of
+from tiny_search import ARCHITECTURES, ROUNDINGS, SCHEMES, made_up_scores, problem_of
 
 from bitwright.models import find_sites
 from bitwright.models.loaded import LoadedModel, from_memory
@@ -96,7 +96,7 @@ def test_unusable_choices_and_unscored_sites(load_tiny: Callable[[str], LoadedMo
     """A scheme without a finite score at a site is no option there; a site without scores keeps its loaded format."""
     loaded = load_tiny("llama")
     sites = find_sites(loaded.model)
-    candidates = candidates_of(SCHEMES)
+    candidates = candidates_of(SCHEMES, roundings=ROUNDINGS)
     scores = made_up_scores(sites, candidates)
     broken, silent, hopeless = (site.name for site in sites[:3])
     scores[broken][Candidate(scheme="bf16")] = math.nan

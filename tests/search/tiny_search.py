@@ -27,6 +27,8 @@ from bitwright.search.text import TextSet
 #: A device by name, so that no test depends on the machine.
 DEVICE = "x86-avx512-bf16"
 SCHEMES = ("int4_g32", "int8_w", "bf16")
+#: Of the choosing problems with made-up scores.
+ROUNDINGS = ("rtn", "clip")
 #: What most searches of the tests are asked for.
 BUDGET = Budget(effective_bits=6.0)
 ARCHITECTURES = ("llama", "gpt2", "qwen2", "gemma", "phi3", "mixtral")
@@ -101,13 +103,15 @@ def made_up_scores(sites: Sequence[Site], candidates: Sequence[Candidate], seed:
     return scores
 
 
-def problem_of(loaded: LoadedModel, *, include_head: bool = False, seed: int = 0) -> Problem:
-    """A choosing problem over a whole model with made-up scores and no correction."""
+def problem_of(
+    loaded: LoadedModel, *, include_head: bool = False, seed: int = 0, scores: Scores | None = None
+) -> Problem:
+    """A choosing problem over a whole model with made-up scores (or these) and no correction."""
     sites = find_sites(loaded.model)
-    candidates = candidates_of(SCHEMES)
+    candidates = candidates_of(SCHEMES, roundings=ROUNDINGS)
     return build_problem(
         price_model(loaded, sites, device=hardware.get(DEVICE)),
-        made_up_scores(sites, candidates, seed),
+        made_up_scores(sites, candidates, seed) if scores is None else scores,
         Correction(role_factors={}),
         include_head=include_head,
     )

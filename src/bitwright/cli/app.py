@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from bitwright.cli import (
+    compare,
     formats,
     formats_compare,
     formats_histogram,
@@ -43,6 +44,7 @@ def create_app() -> typer.Typer:
     app.callback()(_options)
     app.command("optimize")(optimize.optimize_command)
     app.command("verify")(verify.verify_command)
+    app.command("compare")(compare.compare_command)
     app.command("show")(show.show_command)
     app.add_typer(_create_formats_app(), name="formats")
     app.command("schemes")(schemes.schemes_command)

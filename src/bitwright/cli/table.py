@@ -13,7 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from bitwright.plan import EmbeddingFigures, Interval, Measured, Plan
+from bitwright.report.comparison_words import say_uniform
 from bitwright.report.groups import spell_choice, total_roles
+from bitwright.report.limit_words import say_bound, say_limits
 from bitwright.report.units import (
     LIMIT_TITLES,
     spell_bytes,
@@ -151,15 +153,7 @@ def print_summary(console: Console, plan: Plan) -> None:
         rows.append(("KL", f"{spell_number(plan.summary.predicted_kl)} nats per token, predicted only"))
     else:
         rows += measured_rows(plan.measured)
-    if plan.latency is not None:
-        latency = plan.latency
-        rows.append(
-            (
-                f"time ({latency.status})",
-                f"{spell_seconds(latency.decode_s_per_token)} a token; prefill of {latency.prefill_tokens} tokens "
-                f"{spell_seconds(latency.prefill_s)}",
-            )
-        )
+    rows += _workload_rows(plan)
     rows.append(
         ("objective", f"{plan.objective} ({plan.objective_reason})" if plan.objective_reason else plan.objective)
     )
@@ -167,9 +161,33 @@ def print_summary(console: Console, plan: Plan) -> None:
         ("repaired", f"{repair.site}: {repair.from_scheme} → {repair.to_scheme}, {repair.why}")
         for repair in plan.repairs
     ]
+    rows += [("compared", say_uniform(plan.summary.weight_bytes, found)) for found in plan.uniform]
+    rows += [("limits", sentence) for sentence in say_limits(plan)]
     rows += [("note", note) for note in (*plan.model.notes, *plan.notes)]
     print_rows(console, rows)
     print_limits(console, plan)
+
+
+def _workload_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What has to fit on the device, and how long a step takes."""
+    rows = []
+    workload, memory, latency = plan.workload, plan.device_memory, plan.latency
+    if memory is not None:
+        parts = ("weights", "kv_cache", "activations", "workspace")
+        listing = ", ".join(f"{part.replace('_', ' ')} {spell_bytes(getattr(memory, part))}" for part in parts)
+        load = f"{workload.batch} × {workload.context:,} tokens"
+        rows.append(("on the device", f"{spell_bytes(memory.total)} for {load}: {listing}"))
+    if latency is not None:
+        rate = workload.batch / latency.decode_s_per_token if latency.decode_s_per_token > 0 else 0.0
+        batch = "" if workload.batch == 1 else f" for {workload.batch} sequences ({spell_number(rate)} tokens/s)"
+        rows.append(
+            (
+                f"time ({latency.status})",
+                f"{spell_seconds(latency.decode_s_per_token)} a token{batch}; prefill of {latency.prefill_tokens} "
+                f"tokens {spell_seconds(latency.prefill_s)}",
+            )
+        )
+    return rows
 
 
 def measured_rows(measured: Measured) -> list[tuple[str, str]]:
@@ -235,8 +253,8 @@ def print_limits(console: Console, plan: Plan) -> None:
     for limit in plan.limits:
         style = "red" if limit.status == "missed" else "green"
         title = LIMIT_TITLES.get(limit.name, limit.name)
-        value, bound = spell_limit_value(limit.name, limit.value), spell_limit_value(limit.name, limit.limit)
-        _say(console, f"{limit.status}: {title} {value}, limit {bound} ({spell_excess(limit)})", style=style)
+        value = spell_limit_value(limit.name, limit.value)
+        _say(console, f"{limit.status}: {title} {value}, limit {say_bound(limit)} ({spell_excess(limit)})", style=style)
     if plan.met:
         _say(console, "every limit is met", style="bold green")
     else:

@@ -10,6 +10,7 @@ from bitwright.plan.budget import (
     parse_ratio,
     settle_budget,
 )
+from bitwright.plan.comparison import PlanComparison, SiteDifference, Verdict, diff_sites, verdict_of
 from bitwright.plan.folder import (
     PLAN_FILE,
     REPORT_FILE,
@@ -22,6 +23,7 @@ from bitwright.plan.folder import (
 )
 from bitwright.plan.plan import SCHEMA_VERSION, Plan
 from bitwright.plan.schema import (
+    DeviceMemory,
     EmbeddingFigures,
     FrontierPoint,
     Interval,
@@ -55,6 +57,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "TENSORS_FILE",
     "Budget",
+    "DeviceMemory",
     "EmbeddingFigures",
     "FrontierPoint",
     "Interval",
@@ -69,6 +72,7 @@ __all__ = [
     "ParetoPoint",
     "Perplexity",
     "Plan",
+    "PlanComparison",
     "Prediction",
     "Repair",
     "Repetition",
@@ -77,16 +81,20 @@ __all__ = [
     "SearchOptions",
     "SettledBudget",
     "SiteChoice",
+    "SiteDifference",
     "Summary",
     "TextInfo",
     "UniformComparison",
+    "Verdict",
     "Workload",
     "default_objective",
+    "diff_sites",
     "load_plan",
     "parse_bytes",
     "parse_plan",
     "parse_ratio",
     "raise_if_not_replaceable",
     "settle_budget",
+    "verdict_of",
     "write_plan",
 ]

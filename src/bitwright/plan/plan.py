@@ -24,6 +24,7 @@ from bitwright.errors import PlanError
 from bitwright.plan.budget import Budget, Objective
 from bitwright.plan.canonical import canonical_json, hash_json, hash_tensors
 from bitwright.plan.schema import (
+    DeviceMemory,
     FrontierPoint,
     Latency,
     Limit,
@@ -101,6 +102,8 @@ class Plan(Record):
     predictions: tuple[Prediction, ...] = ()
     repairs: tuple[Repair, ...] = ()
     latency: Latency | None = None
+    #: What has to fit on the device; None without a context.
+    device_memory: DeviceMemory | None = None
     #: Anything a reader must know: shorter last groups, schemes left out, …
     notes: tuple[str, ...] = ()
     tensors_hash: str = _EMPTY_TENSORS_HASH

@@ -336,6 +336,19 @@ class Latency(Record):
     status: Literal["predicted", "measured"] = "predicted"
 
 
+class DeviceMemory(Record):
+    """Bytes that have to fit on the device under the plan's workload: all predicted from shapes and choices."""
+
+    weights: int = Field(ge=0)
+    kv_cache: int = Field(ge=0)
+    activations: int = Field(ge=0)
+    workspace: int = Field(ge=0)
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.activations + self.workspace
+
+
 class Run(Record):
     """What happened to be so on one run: kept beside the plan in ``run.json``, never hashed."""
 

@@ -14,6 +14,12 @@ LIMIT_TITLES = {
     "max_ppl_increase": "perplexity increase",
     "max_memory_bytes": "size of the weights",
     "effective_bits": "effective bits per weight",
+    "nominal_bits": "nominal bits per weight",
+    "device_memory_bytes": "memory on the device",
+    "latency_sla_s": "time of a decode step",
+    "min_tokens_per_s": "tokens per second",
+    "prefill_sla_s": "time to read the prompts",
+    "max_overflow_risk": "overflows per million values",
 }
 
 
@@ -79,9 +85,16 @@ def spell_limit_value(name: str, value: float) -> str:
     """A value of the limit called ``name`` in its own unit."""
     if name.endswith("_bytes"):
         return spell_bytes(value)
+    if name.endswith("_s") and not is_lower_limit(name):
+        return spell_seconds(value)
     if name == "max_ppl_increase":
         return spell_percent(value, signed=True)
     return spell_number(value)
+
+
+def is_lower_limit(name: str) -> bool:
+    """Whether a limit is kept by what is above it."""
+    return name.startswith("min_")
 
 
 def spell_excess(limit: Limit) -> str:

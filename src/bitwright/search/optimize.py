@@ -24,6 +24,7 @@ from bitwright.search.probe import measure_roles, probe
 from bitwright.search.progress import Progress, Silent
 from bitwright.search.settings import Settings, default_schemes, first_aim, settle
 from bitwright.search.subject import Subject, known_reference, known_reference_facts, open_subject
+from bitwright.search.uniform import compare_with_uniform
 from bitwright.search.verify import lasting_path, prove, verify
 
 __all__ = ["default_schemes", "optimize", "verify"]
@@ -107,6 +108,7 @@ def optimize(
     )
     roles = measure_roles(mended.problem, mended.assignment, meter, clock)
     plan = draft_plan(subject, settings, mended, (*probes, *roles), meter.quantizer, clock)
+    plan = plan.replace(uniform=compare_with_uniform(mended, meter, seed, clock))
     proved = _prove(plan, subject, mended, clock)
     paths = {
         "model": subject.loaded.name if isinstance(model, LoadedModel) else lasting_path(model),

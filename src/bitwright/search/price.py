@@ -11,6 +11,8 @@ operation by operation, and always *predicted*: nothing is run on that hardware 
     decode_s         one decode step of the whole batch
     prefill_s        reading all prompts of the batch
 
+Without a context the last three are those of the weights alone (`serving.py` has the rest).
+
 Every quantity adds up over the sites and what is fixed, which is what the solver needs. Of a mixture of experts a step
 reads those that its tokens are expected to be sent to: with k of E experts a token, one of them is needed by t tokens
 with the probability 1 − (1 − k/E)^t.
@@ -23,12 +25,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bitwright.hardware import Device, memory, roofline
+from bitwright.hardware import Device, roofline
+from bitwright.hardware.memory import ServingMemory
 from bitwright.models import Site
 from bitwright.models.loaded import LoadedModel
-from bitwright.plan import Latency, Workload
+from bitwright.models.value_sites import ValueSite
+from bitwright.plan import DeviceMemory, Latency, Workload
 from bitwright.quantize import SCHEMES
 from bitwright.search.candidate import Candidate
+from bitwright.search.serving import memory_beside_sites, value_amounts
 
 #: Roles that are no part of the decoder's linear weights.
 END_ROLES = frozenset({"embedding", "lm_head"})
@@ -37,11 +42,11 @@ END_ROLES = frozenset({"embedding", "lm_head"})
 KEPT_ROLES = frozenset({"router"})
 #: A choice that leaves a site as it is.
 AS_LOADED = Candidate(scheme="as_loaded")
-#: Stored bits of a key or value that nothing is chosen for.
-KV_BITS = 16.0
 #: What configs call the number of experts that one token is sent to.
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 
+#: A place where weights or values have a precision.
+AnySite = Site | ValueSite
 #: site name → choice, for every site of the model.
 Assignment = Mapping[str, Candidate]
 #: quantity → amount.
@@ -59,12 +64,13 @@ class Prices:
     loaded_bits: Mapping[str, float]
     #: Bytes of all parameters that are no site.
     other_bytes: int
+    #: Sites of values: caches, operands of attention, activations, norms, …
+    value_sites: tuple[ValueSite, ...] = ()
     #: What times are predicted for; None predicts none.
     device: Device | None = None
     workload: Workload = field(default_factory=Workload)
-    #: Bytes on the device beside the weights, and seconds to read them in a decode step, whatever is chosen.
-    other_device_bytes: int = 0
-    other_decode_s: float = 0.0
+    #: Bytes on the device beside what is chosen; None without a context.
+    beside: ServingMemory | None = None
     #: Site name → share of the tokens that reach it (experts), where it is not all of them.
     token_share: Mapping[str, float] = field(default_factory=dict)
 
@@ -73,8 +79,15 @@ class Prices:
         weights = SCHEMES[choice.scheme].weights
         return self.loaded_bytes[site.name] if weights is None else weights.stored_bytes(*site.shape)
 
-    def amounts(self, site: Site, choice: Candidate) -> Amounts:
+    @property
+    def all_sites(self) -> tuple[AnySite, ...]:
+        """Sites of weights, then those of values."""
+        return (*self.sites, *self.value_sites)
+
+    def amounts(self, site: AnySite, choice: Candidate) -> Amounts:
         """Every quantity of one site under a choice; whole bytes are ints."""
+        if isinstance(site, ValueSite):
+            return value_amounts(site, choice, self.device, self.workload)
         num_bytes = self.site_bytes(site, choice)
         found: Amounts = {"weight_bytes": num_bytes, "device_bytes": num_bytes}
         if site.role not in END_ROLES:
@@ -82,7 +95,9 @@ class Prices:
             found["nominal_bits"] = site.num_weights * self._nominal_bits(site, choice)
         if self.device is not None and site.role != "embedding":
             found["decode_s"] = self._linear_s(site, choice, self.workload.batch)
-            found["prefill_s"] = self._linear_s(site, choice, self.workload.batch * self.workload.prefill_tokens)
+            # of a prompt's logits only the last are asked for
+            per_sequence = 1 if site.role == "lm_head" else self.workload.prefill_tokens
+            found["prefill_s"] = self._linear_s(site, choice, self.workload.batch * per_sequence)
         return found
 
     @property
@@ -90,14 +105,13 @@ class Prices:
         """Every quantity of what is no site."""
         return {
             "weight_bytes": self.other_bytes,
-            "device_bytes": self.other_bytes + self.other_device_bytes,
-            "decode_s": self.other_decode_s,
+            "device_bytes": self.other_bytes + (0 if self.beside is None else self.beside.total),
         }
 
     def totals(self, assignment: Assignment) -> Amounts:
         """Every quantity of the whole model."""
         total: Counter[str] = Counter(self.fixed)
-        for site in self.sites:
+        for site in self.all_sites:
             total.update(self.amounts(site, assignment[site.name]))
         return dict(total)
 
@@ -152,13 +166,22 @@ class Prices:
 
 
 def price_model(
-    loaded: LoadedModel, sites: Sequence[Site], *, device: Device | None = None, workload: Workload | None = None
+    loaded: LoadedModel,
+    sites: Sequence[Site],
+    *,
+    value_sites: Sequence[ValueSite] = (),
+    device: Device | None = None,
+    workload: Workload | None = None,
 ) -> Prices:
-    """Bytes of every site and of everything else, as the checkpoint stores them; times where a device is given."""
+    """Bytes of every site and of everything else, as the checkpoint stores them; times where a device is given.
+
+    Raises:
+        BudgetError: a context is given, and the model's config does not tell what memory follows from.
+    """
     workload = workload if workload is not None else Workload()
     in_sites = {site.parameter for site in sites}
     loaded_bits = {site.name: loaded.loaded_bits[site.parameter] for site in sites}
-    kv_bytes = _kv_cache_bytes(loaded.model, workload)
+    caches_are_sites = any(site.kind == "state" for site in value_sites)
     return Prices(
         sites=tuple(sites),
         loaded_bytes={site.name: round(site.num_weights * loaded_bits[site.name] / 8) for site in sites},
@@ -172,15 +195,15 @@ def price_model(
         ),
         device=device,
         workload=workload,
-        other_device_bytes=kv_bytes,
-        other_decode_s=0.0 if device is None else roofline.read_time_s(device, kv_bytes),
+        value_sites=tuple(value_sites),
+        beside=memory_beside_sites(loaded, sites, device, workload, caches_are_sites=caches_are_sites),
         token_share=_token_shares(loaded.model, sites),
     )
 
 
 def predict_latency(prices: Prices, assignment: Assignment) -> Latency:
     """Prefill and decode time on the prices' device, beside the same model with bf16 weights and KV cache."""
-    bf16 = {site.name: Candidate(scheme="bf16") for site in prices.sites}
+    bf16 = {site.name: Candidate(scheme="bf16") if site.kind == "weight" else AS_LOADED for site in prices.all_sites}
     plan, reference = prices.totals(assignment), prices.totals(bf16)
     return Latency(
         prefill_tokens=prices.workload.prefill_tokens,
@@ -192,30 +215,22 @@ def predict_latency(prices: Prices, assignment: Assignment) -> Latency:
     )
 
 
-def _text_config(model: Any) -> Any:
-    config = getattr(model, "config", None)
-    return config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
-
-
-def _kv_cache_bytes(model: Any, workload: Workload) -> int:
-    """Bytes of the whole KV cache in 16 bits, where the workload has a context and the config tells its shape."""
-    config = _text_config(model)
-    heads = getattr(config, "num_attention_heads", None)
-    if workload.context is None or not isinstance(heads, int):
-        return 0
-    return memory.kv_cache_bytes(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        num_tokens=workload.context,
-        batch=workload.batch,
-        value_bits=KV_BITS,
+def device_memory(prices: Prices, assignment: Assignment) -> DeviceMemory | None:
+    """What has to fit on the device under an assignment; None without a context."""
+    if prices.beside is None:
+        return None
+    caches = sum(int(prices.amounts(site, assignment[site.name]).get("device_bytes", 0)) for site in prices.value_sites)
+    return DeviceMemory(
+        weights=prices.model_bytes(assignment),
+        kv_cache=caches + prices.beside.kv_cache,
+        activations=prices.beside.activations,
+        workspace=prices.beside.workspace,
     )
 
 
 def _token_shares(model: Any, sites: Sequence[Site]) -> dict[str, float]:
     """Site → expected share of tokens that reach it, for experts where the config says how many a token is sent to."""
-    config = _text_config(model)
+    config = getattr(model, "config", None)
     per_token = next((n for name in _EXPERTS_PER_TOKEN if isinstance(n := getattr(config, name, None), int)), None)
     if per_token is None:
         return {}

@@ -15,13 +15,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bitwright.models import Site
 from bitwright.plan import QUALITY_LIMITS, Budget
 from bitwright.quantize import SCHEMES
 from bitwright.search.candidate import Candidate
 from bitwright.search.correct import Correction
 from bitwright.search.limits import largest_sums, objective_quantity, quantity_of, sum_of
-from bitwright.search.price import AS_LOADED, END_ROLES, Amounts, Assignment, Prices
+from bitwright.search.price import AS_LOADED, END_ROLES, Amounts, AnySite, Assignment, Prices
 from bitwright.search.score import Scores
 from bitwright.search.solve import KL, Option, Solution, front, solve, undominated
 
@@ -33,7 +32,7 @@ NUM_FRONT_POINTS = 14
 class Group:
     """Sites that choose together, and what they can choose."""
 
-    sites: tuple[Site, ...]
+    sites: tuple[AnySite, ...]
     #: Key of an option → the choice of each site, in the order of the sites.
     choices: Mapping[str, tuple[Candidate, ...]]
     options: tuple[Option, ...]
@@ -58,19 +57,19 @@ class Problem:
 
     def assignment(self, solution: Solution) -> dict[str, Candidate]:
         """Site → choice, for every site of the model."""
-        assignment = dict.fromkeys((site.name for site in self.prices.sites), AS_LOADED)
+        assignment = dict.fromkeys((site.name for site in self.prices.all_sites), AS_LOADED)
         for group, option in zip(self.groups, solution.options, strict=True):
             for site, choice in zip(group.sites, group.choices[option.key], strict=True):
                 assignment[site.name] = choice
         return assignment
 
-    def site_kl(self, site: Site, choice: Candidate) -> float:
+    def site_kl(self, site: AnySite, choice: Candidate) -> float:
         """Predicted KL of one site alone, nats per token."""
         return 0.0 if choice == AS_LOADED else self.correction.site(site.role, self.scores[site.name][choice])
 
     def site_sum(self, assignment: Assignment) -> float:
         """Sum of the sites' predicted KLs."""
-        return sum(self.site_kl(site, assignment[site.name]) for site in self.prices.sites)
+        return sum(self.site_kl(site, assignment[site.name]) for site in self.prices.all_sites)
 
     def total_kl(self, assignment: Assignment) -> float:
         """Predicted KL of a whole assignment, nats per token."""
@@ -151,7 +150,7 @@ def build_problem(
         overflows: site → choice → expected overflows per million values; none where absent.
     """
     overflows = overflows or {}
-    chosen = [s for s in prices.sites if s.name in scores and (include_head or s.role not in END_ROLES)]
+    chosen = [s for s in prices.all_sites if s.name in scores and (include_head or s.role not in END_ROLES)]
     groups = tuple(
         group
         for sites in _tied(chosen, ties or {})
@@ -159,7 +158,7 @@ def build_problem(
     )
     in_question = {site.name for group in groups for site in group.sites}
     fixed: Counter[str] = Counter(prices.fixed)
-    for site in prices.sites:
+    for site in prices.all_sites:
         if site.name not in in_question:
             fixed.update(prices.amounts(site, AS_LOADED))
     return Problem(
@@ -172,7 +171,7 @@ def build_problem(
     )
 
 
-def _tied(sites: Sequence[Site], ties: Mapping[str, str]) -> Iterator[tuple[Site, ...]]:
+def _tied(sites: Sequence[AnySite], ties: Mapping[str, str]) -> Iterator[tuple[AnySite, ...]]:
     """Sites that share a group, of their own or by `ties`, directly or through others; in the order of the first."""
     root: dict[str, str] = {}
 
@@ -186,7 +185,7 @@ def _tied(sites: Sequence[Site], ties: Mapping[str, str]) -> Iterator[tuple[Site
             if group is not None:
                 # a group's name may be that of a site: kept apart by its mark
                 root[find(f"group {group}")] = find(f"site {site.name}")
-    members: dict[str, list[Site]] = {}
+    members: dict[str, list[AnySite]] = {}
     for site in sites:
         members.setdefault(find(f"site {site.name}"), []).append(site)
     for tied in members.values():
@@ -201,11 +200,14 @@ class _Joint:
     option: Option
 
 
-def _group(sites: tuple[Site, ...], prices: Prices, scores: Scores, correction: Correction, overflows: Scores) -> Group:
+def _group(
+    sites: tuple[AnySite, ...], prices: Prices, scores: Scores, correction: Correction, overflows: Scores
+) -> Group:
     choices: dict[str, tuple[Candidate, ...]] = {}
     options: list[Option] = []
-    common = [terms for terms in _terms(scores[sites[0].name]) if all(terms in _terms(scores[s.name]) for s in sites)]
-    for terms in dict.fromkeys(common):
+    offered = [dict.fromkeys(_agreement(site, candidate) for candidate in scores[site.name]) for site in sites]
+    common = [terms for terms in offered[0] if all(terms in others for others in offered)]
+    for terms in common:
         for joint in _joint_choices(sites, terms, prices, scores, correction, overflows):
             key = terms[0] if terms[0] not in choices else f"{terms[0]} ({', '.join(map(str, joint.choices))})"
             choices[key] = joint.choices
@@ -213,19 +215,14 @@ def _group(sites: tuple[Site, ...], prices: Prices, scores: Scores, correction: 
     return Group(sites=sites, choices=choices, options=tuple(options))
 
 
-def _terms(candidates: Mapping[Candidate, float]) -> dict[tuple[str, str], None]:
-    """What tied sites have to agree on, for each of the candidates, in their order."""
-    return dict.fromkeys(_agreement(candidate) for candidate in candidates)
-
-
-def _agreement(candidate: Candidate) -> tuple[str, str]:
-    """The scheme; and the transform, where it acts on the input that the sites share."""
-    scheme = SCHEMES[candidate.scheme]
-    return candidate.scheme, candidate.transform if scheme.activations is not None else ""
+def _agreement(site: AnySite, candidate: Candidate) -> tuple[str, str]:
+    """What tied sites have to agree on: the scheme; and the transform, where it acts on the input that they share."""
+    rounds_inputs = site.kind == "weight" and SCHEMES[candidate.scheme].activations is not None
+    return candidate.scheme, candidate.transform if rounds_inputs else ""
 
 
 def _joint_choices(
-    sites: Sequence[Site],
+    sites: Sequence[AnySite],
     terms: tuple[str, str],
     prices: Prices,
     scores: Scores,
@@ -248,7 +245,7 @@ def _joint_choices(
                 ),
             )
             for candidate, raw in scores[site.name].items()
-            if _agreement(candidate) == terms and math.isfinite(kl := correction.site(site.role, raw))
+            if _agreement(site, candidate) == terms and math.isfinite(kl := correction.site(site.role, raw))
         ]
         joint = _undominated([_together(left, right) for left in joint for right in _undominated(own)])
     return joint

@@ -149,8 +149,33 @@ def verify(
         ModelError, DataError: the model or the text cannot be read.
     """
     shown = progress if progress is not None else Silent()
+    again = reopen(plan, model=model, evaluation=evaluation, tokens=tokens, progress=shown, allow_pickle=allow_pickle)
+    facts = reference_facts(again.loaded, again.output, again.reference, shown)
+    return prove(plan, again.loaded, again.sites, again.reference, facts, shown, output=again.output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reopened:
+    """A plan's model, and its reference on the text that it is proved on."""
+
+    loaded: LoadedModel
+    sites: tuple[Site, ...]
+    output: Output
+    reference: Reference
+
+
+def reopen(
+    plan: Plan,
+    *,
+    model: str | Path | LoadedModel | None,
+    evaluation: str | Path | None,
+    tokens: int | None,
+    progress: Progress,
+    allow_pickle: bool,
+) -> Reopened:
+    """Load a plan's model and cut its final text again; arguments and errors are those of `verify`."""
     source = model if model is not None else _where_planned(plan, "model", plan.model.name, "--model")
-    with shown.stage("load", 1) as stage:
+    with progress.stage("load", 1) as stage:
         loaded = source if isinstance(source, LoadedModel) else load(source, allow_pickle=allow_pickle, seed=plan.seed)
         stage.advance()
     if loaded.hash != plan.model.hash:
@@ -176,12 +201,11 @@ def verify(
         sequence_length=plan.options.sequence_length,
         seed=plan.seed,
         vocabulary_size=vocabulary_size(loaded),
-        speaker=Speaker(loaded=loaded, sequence_length=plan.options.sequence_length, seed=plan.seed, progress=shown),
+        speaker=Speaker(loaded=loaded, sequence_length=plan.options.sequence_length, seed=plan.seed, progress=progress),
     )
-    with shown.stage("reference", splits.final.num_sequences) as stage:
+    with progress.stage("reference", splits.final.num_sequences) as stage:
         reference = output.run_reference(loaded.model, splits.final, stage)
-    facts = reference_facts(loaded, output, reference, shown)
-    return prove(plan, loaded, sites, reference, facts, shown, output=output)
+    return Reopened(loaded=loaded, sites=sites, output=output, reference=reference)
 
 
 def lasting_path(source: str | Path) -> str:

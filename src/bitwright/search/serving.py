@@ -1,0 +1,129 @@
+"""What a decoder takes beside its linear layers when it serves a context: cache, activations, workspace, attention.
+
+    state (K and V caches)    bytes of `batch · context` tokens; decoding reads them once, prefill writes them once
+    q·k and p·v               their multiplications, at the rate of the format they are rounded to
+    softmax, router           nothing: scores stay on the chip
+    any other value           written once and read once
+
+Each of these is a site's own and adds up, which the roofline's maximum over a whole attention does not: where a step
+computes as long as it reads, the sum is above it. All of it is *predicted*; the formulas are those of
+`hardware/memory.py` and `hardware/latency.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from bitwright.errors import BudgetError
+from bitwright.hardware import Device, memory, roofline
+from bitwright.hardware.decoder_shape import DecoderShape
+from bitwright.hardware.latency import visible_pairs
+from bitwright.hardware.memory import ServingMemory
+from bitwright.models import Site
+from bitwright.models.loaded import LoadedModel
+from bitwright.models.value_sites import ValueSite
+from bitwright.plan import Workload
+from bitwright.quantize import VALUE_SCHEMES
+from bitwright.search.candidate import Candidate
+
+#: Bits of a value that nothing is chosen for: computed and kept in 16 bits, as served models are.
+VALUE_BITS = 16.0
+#: Roles whose values are multiplied with each other.
+_PRODUCT_ROLES = frozenset({"attn.qk", "attn.pv"})
+#: Roles whose values never leave the chip, or are a few numbers a token.
+_FREE_ROLES = frozenset({"attn.softmax", "attn.softmax_sum", "router"})
+
+#: What configs call the sizes that none can do without.
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+
+
+def value_amounts(site: ValueSite, choice: Candidate, device: Device | None, workload: Workload) -> dict[str, float]:
+    """Every quantity of one value site under a choice; nothing without a context."""
+    if workload.context is None or site.role in _FREE_ROLES:
+        return {}
+    scheme = VALUE_SCHEMES[choice.scheme] if choice.scheme in VALUE_SCHEMES else None
+    bits = VALUE_BITS if scheme is None else scheme.stored_bits(site.head_dim)
+    if site.kind == "state":
+        kept = memory.cache_bytes(
+            num_tokens=workload.context if site.window is None else min(workload.context, site.window),
+            num_kv_heads=site.num_heads,
+            head_dim=site.head_dim,
+            stored_bits=bits,
+            batch=workload.batch,
+        )
+        seconds = 0.0 if device is None else roofline.read_time_s(device, kept)
+        return {"device_bytes": kept, "decode_s": seconds, "prefill_s": seconds}
+    if device is None:
+        return {}
+    if site.role in _PRODUCT_ROLES:
+        compute, _ = roofline.compute_format(device, "bf16" if scheme is None else scheme.values.format)
+        per_pair = 2.0 * workload.batch * site.num_heads * site.head_dim
+        return {
+            step: roofline.operation_time(
+                device, flops={compute: per_pair * visible_pairs(queries, workload.context)}, moved_bytes=0
+            ).seconds
+            for step, queries in (("decode_s", 1), ("prefill_s", workload.context))
+        }
+    moved = 2 * workload.batch * site.width * bits / 8
+    return {
+        "decode_s": roofline.read_time_s(device, moved),
+        "prefill_s": roofline.read_time_s(device, moved * workload.context),
+    }
+
+
+def memory_beside_sites(
+    loaded: LoadedModel, sites: Sequence[Site], device: Device | None, workload: Workload, *, caches_are_sites: bool
+) -> ServingMemory | None:
+    """Bytes of activations and workspace, and of a 16-bit KV cache where no site stands for it.
+
+    None without a context; no weights are counted.
+
+    Raises:
+        BudgetError: the model's config does not tell the sizes that they follow from.
+    """
+    if workload.context is None or device is None:
+        return None
+    shape = decoder_shape(loaded, sites)
+    if shape is None:
+        raise BudgetError(
+            f"the config of {loaded.name!r} does not tell layers, heads and widths, so nothing can be said of its "
+            "memory under a context; leave context out, and limit the weights with max_memory"
+        )
+    kv_cache = 0
+    if not caches_are_sites:
+        kv_cache = memory.kv_cache_bytes(
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            num_tokens=workload.context,
+            batch=workload.batch,
+            value_bits=VALUE_BITS,
+        )
+    found = memory.serving_memory(
+        shape, device.kind, weights=1, kv_cache=kv_cache, batch=workload.batch, context=workload.context
+    )
+    return replace(found, weights=0)
+
+
+def decoder_shape(loaded: LoadedModel, sites: Sequence[Site]) -> DecoderShape | None:
+    """The sizes that memory follows from, as the config names them; None where it does not."""
+    config: Any = getattr(loaded.model, "config", None)
+    if config is not None and hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    sizes = [getattr(config, name, None) for name in _SIZES]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    layers, hidden, heads, vocabulary = (int(size) for size in sizes if size is not None)
+    downs = [site.shape[1] for site in sites if site.role in ("mlp.down", "expert.down")]
+    return DecoderShape(
+        num_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=max(downs, default=4 * hidden),
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or hidden // heads,
+        vocab_size=vocabulary,
+        active_weights=max(1, sum(site.num_weights for site in sites if site.expert is None)),
+    )

@@ -1,0 +1,87 @@
+"""Rivals of equal size by hand, and verdicts that follow from where the difference truly lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from test_mend import World
+from tiny_search import problem_of
+
+from bitwright.models.loaded import LoadedModel, from_memory
+from bitwright.plan import Budget, Interval, verdict_of
+from bitwright.search.bootstrap import bootstrap
+from bitwright.search.compare import TokenEffects
+from bitwright.search.compare_plans import kl_difference
+from bitwright.search.mend import mend
+from bitwright.search.problem import Problem
+from bitwright.search.progress import Silent
+from bitwright.search.uniform import compare_with_uniform, rivals_of, uniform_solutions
+
+
+@pytest.fixture
+def problem(make_tiny_model: Any, tiny_tokenizer: Any) -> Problem:
+    loaded: LoadedModel = from_memory(make_tiny_model("llama"), tiny_tokenizer, name="tiny")
+    return problem_of(loaded)
+
+
+def test_uniform_solutions_have_one_scheme_and_its_size(problem: Problem) -> None:
+    solutions = uniform_solutions(problem)
+    assert set(solutions) == {"int4_g32", "int8_w", "bf16"}
+    for scheme, bits in (("int4_g32", 4.5), ("bf16", 16.0)):
+        assignment = problem.assignment(solutions[scheme])
+        assert {assignment[site.name].scheme for site in problem.prices.decoder_sites} == {scheme}
+        assert problem.prices.effective_bits(assignment) == bits
+
+
+def test_rivals_are_the_nearest_in_size(problem: Problem) -> None:
+    sizes = {s: problem.prices.model_bytes(problem.assignment(x)) for s, x in uniform_solutions(problem).items()}
+    assert rivals_of(problem, sizes["int8_w"]) == ("int8_w",)
+    assert rivals_of(problem, round(sizes["int8_w"] / 1.005)) == ("int8_w",)
+    assert rivals_of(problem, round(sizes["int8_w"] / 1.05)) == ("int8_w", "int4_g32")
+    assert rivals_of(problem, sizes["bf16"] + 1) == ("bf16",)
+    assert rivals_of(problem, sizes["int4_g32"] - 1) == ("int4_g32",)
+
+
+def test_a_gain_is_measured_against_both_neighbours(problem: Problem) -> None:
+    world: Any = World(problem, lambda _: 1.0)
+    mended = mend(
+        problem,
+        world,
+        budget=Budget(effective_bits=5.5),
+        objective="kl",
+        max_total_kl=None,
+        seed=0,
+        progress=Silent(),
+    )
+    found = {c.scheme: c for c in compare_with_uniform(mended, world, 0, Silent())}
+    assert set(found) == {"int4_g32", "int8_w"}
+    for scheme, comparison in found.items():
+        uniform = problem.assignment(uniform_solutions(problem)[scheme])
+        truth = world.true_kl(mended.assignment) - world.true_kl(uniform)
+        assert comparison.difference.mean == pytest.approx(truth, rel=0.5)
+        assert comparison.verdict == ("better" if truth < 0 else "worse")
+
+
+def effects_of(kl: np.ndarray) -> TokenEffects:
+    scored = np.full(len(kl), 10.0)
+    return TokenEffects(num_scored=scored, kl=kl, nll_reference=scored, nll_plan=scored, num_agreeing=scored)
+
+
+def test_noise_is_not_a_gain_and_pairing_finds_what_intervals_hide() -> None:
+    """Two plans that differ by chance alone; and two that differ by a hundredth of what the sequences do."""
+    draw = np.random.default_rng(0)
+    hard = draw.uniform(1, 5, 64)
+    same = effects_of(hard), effects_of(hard + draw.normal(0, 0.3, 64))
+    assert verdict_of(kl_difference(*same, 0).interval) == "within the noise"
+    shifted = effects_of(hard), effects_of(hard - 0.03)
+    difference = kl_difference(*shifted, 0)
+    assert difference.mean == pytest.approx(-0.003) and verdict_of(difference.interval) == "better"
+    alone = bootstrap(lambda i: float(hard[i].sum() / (10 * len(i))), 64, 0)
+    assert alone.high - alone.low > 10 * abs(difference.mean)
+
+
+@pytest.mark.parametrize(("low", "high", "verdict"), [(-2, -1, "better"), (-1, 1, "within the noise"), (1, 2, "worse")])
+def test_verdicts(low: float, high: float, verdict: str) -> None:
+    assert verdict_of(Interval(mean=(low + high) / 2, low=low, high=high)) == verdict
