@@ -12,7 +12,8 @@ written with the factors of H itself, as in Chee et al., QuIP, arXiv:2307.13304:
 formed).
 
 An estimate from a few thousand tokens is trusted too far by what minimises it, so the diagonal is raised by a share of
-its mean. (By a share of each entry instead, measured KLs were 7 % higher; by a hundredth of the mean, 20 %.)
+its mean. (SmolLM2-135M, int4 in groups of 128 everywhere, 8,192 tokens: KL 0.078 with a tenth, 0.076 with 0.3. In every
+third layer a tenth of each entry itself gave 7 % more than a tenth of the mean.)
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 #: The share of the mean diagonal that every entry is raised by.
-DAMPING = 0.1
+DAMPING = 0.3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -11,6 +11,10 @@ Given H of the damage eᵀ H e of a row's errors (`curvature.py`), in blocks of 
 
 Steps 2 and 3 lower the damage or leave it, so that they can be repeated. Rows do not depend on each other.
 
+SmolLM2-135M, int4 in groups of 128: the damage of a matrix is 2.82 after step 1, then 2.65, 2.61, 2.59 by repetition;
+half as many scales to try cost 1.2 % of damage and save a third of the time. With every fifth layer rounded so, KL fell
+from 0.061 (plain GPTQ) to 0.032 by scales chosen with feedback, and to 0.019 by weighting tokens with gradients.
+
 Rows with NaN or Inf are rounded to nearest, which gives them what the semantics say.
 
 Legend: N rows, K columns, G groups of a row, S scales that are tried.
