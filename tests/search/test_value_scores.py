@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from tiny_search import NoStage, random_text
-from torch import Tensor
 from value_models import make_value_model
 
 from bitwright.inference import emulate_values
@@ -148,7 +147,9 @@ def test_static_scales_come_from_all_tokens() -> None:
 
 def test_overflows_that_are_to_be_expected() -> None:
     values = torch.tensor([1.0, 7e4, -7e4, 3.0]).reshape(4, 1, 1)
-    seen = SeenValues(num_seen=40, num_kept=4, amax_H=torch.tensor([7e4]), batches=[(values, [torch.ones(4, 1, 1)])])
+    seen = SeenValues(
+        num_seen=40, amax_H=torch.tensor([7e4]), batches=[(values, torch.ones(4, 1, 1), torch.full((4,), 10.0))]
+    )
     (site,) = (s for s in find_value_sites(make_value_model("llama")) if s.name == "model.layers.0:residual")
     fp16, bf16 = Candidate(scheme="fp16_values"), Candidate(scheme="bf16_values")
     found = score_values([site], {(site.name, "h"): seen}, ["fp16_values", "bf16_values"], num_scored=20)
@@ -159,7 +160,7 @@ def test_overflows_that_are_to_be_expected() -> None:
 def test_kl_is_half_the_mean_square_of_first_order_shifts() -> None:
     draw = torch.Generator().manual_seed(1)
     values, g = torch.randn(6, 2, 4, generator=draw), torch.randn(6, 2, 4, generator=draw).bfloat16()
-    seen = SeenValues(num_seen=12, num_kept=6, amax_H=values.abs().amax((0, 2)), batches=[(values, [g])])
+    seen = SeenValues(num_seen=12, amax_H=values.abs().amax((0, 2)), batches=[(values, g, torch.full((6,), 2.0))])
     (site,) = (s for s in find_value_sites(make_value_model("llama")) if s.name == "model.layers.0.self_attn:v_cache")
     token = Candidate(scheme="int8_token")
     found = score_values([site], {(site.name, "v"): seen}, ["int8_token"], num_scored=3)
@@ -231,12 +232,32 @@ def test_no_name_is_both_a_scheme_and_a_value_scheme() -> None:
 def test_a_sample_of_whole_groups_of_tokens() -> None:
     model = make_value_model("llama")
     (site,) = (s for s in find_value_sites(model) if s.name == "model.layers.0.self_attn:k_cache")
-    observer = ValueObserver(model, [site], num_tokens=10**7, seed=0, groups={site.name: 32})
-    with observer, torch.no_grad():
+    observer = ValueObserver(model, [site], num_tokens=1024, seed=0, groups={site.name: 32})
+    with observer:
         observer.batch(slice(0, 4), None)
-        keys: Tensor = model(TEXT.input_ids[:4], use_cache=True).cache.layers[0].keys
+        result = model(TEXT.input_ids[:4], use_cache=True)
+        result.logits.log_softmax(-1)[..., 0].sum().backward()
     seen = observer.seen[site.name, "k"]
-    values, _ = seen.rows()
-    assert (seen.num_seen, seen.num_kept) == (256, 32)
-    groups = keys.detach().transpose(1, 2).reshape(8, 32, 2, 16)
-    assert any(torch.equal(values, tokens) for tokens in groups)
+    values, _, weights = seen.rows()
+    assert seen.num_seen == 256 and len(values) % 32 == 0
+    groups = result.cache.layers[0].keys.detach().transpose(1, 2).reshape(8, 32, 2, 16)
+    for tokens, tokens_weights in zip(values.split(32), weights.split(32), strict=True):
+        assert any(torch.equal(tokens, group) for group in groups)
+        assert len(set(tokens_weights.tolist())) == 1 and float(tokens_weights[0]) >= 1
+
+
+def test_weighted_draws_estimate_a_sum_without_bias() -> None:
+    # one token in a hundred does nearly all of the damage
+    draw = torch.Generator().manual_seed(0)
+    values, g = torch.randn(1000, 1, 8, generator=draw), torch.randn(1000, 1, 8, generator=draw)
+    values[::100] *= 300
+    exact = float((values * g).sum((1, 2)).square().sum())
+    model = make_value_model("llama")
+    estimates = []
+    for seed in range(40):
+        observer = ValueObserver(model, [], num_tokens=160_000, seed=seed)
+        keep, weights = observer._draw(values, g, 1, 1)
+        few = ValueObserver(model, [], num_tokens=1_600_000, seed=seed)
+        assert len(few._draw(values, g, 1, 1)[0]) < len(keep) < 1000
+        estimates.append(float((weights * (values * g)[keep].sum((1, 2)).square()).sum()))
+    assert sum(estimates) / 40 == pytest.approx(exact, rel=0.15)

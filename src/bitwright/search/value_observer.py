@@ -3,12 +3,15 @@
 Entered as an observer of `calibrate()`: each value at a value site is replaced by a view of itself, whose gradient is
 that of *this* use alone (the input of a norm, say, without the stream that passes it by). Kept for every operand:
 
-    rows    values and gradients of sampled tokens, fp32 and bf16 [R, H, D]
+    rows    values and gradients of sampled tokens, fp32 and bf16 [R, H, D], and how many tokens each stands for
     amax    the largest magnitude in each head, over all tokens, fp32 [H]: what static scales are made of
     seen    how many rows there were
 
-Sampling is by ratio, so that memory is bounded by SAMPLE_NUMBERS per operand, however long the text is. Where a scheme
-rounds groups of consecutive tokens, whole groups are sampled.
+Damage is unevenly spread: the first token of a text may hold values a thousand times larger than any other, and be most
+of what a scale per token costs. So tokens are drawn when their gradient is known, half of them by chance and half by
+what a step of their largest value would move, (max |v| · ‖g‖)²; each counts by the inverse of its chance. Every site
+draws for itself, so that errors of the sample average out over layers. Memory is bounded by about SAMPLE_NUMBERS per
+operand, however long the text is. Where a scheme rounds groups of consecutive tokens, whole groups are drawn.
 
 Legend: R sampled rows, H heads (1 outside attention), D numbers of a head.
 """
@@ -38,25 +41,18 @@ class SeenValues:
 
     #: Rows (tokens, or tokens in each block of keys …) that passed.
     num_seen: int = 0
-    num_kept: int = 0
     #: fp32 [H].
     amax_H: Tensor
-    #: Pairs of values fp32 [R, H, D] and gradients bf16 of the same shape (an empty list where none flowed),
-    #: batch by batch.
-    batches: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
+    #: Values fp32 [R, H, D], gradients bf16 of the same shape, and weights fp32 [R], batch by batch.
+    batches: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
-    @property
-    def per_kept(self) -> float:
-        """How many rows a kept one stands for."""
-        return self.num_seen / max(1, self.num_kept)
-
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """All kept values and gradients, fp32 [R, H, D]; zero gradients where none flowed."""
-        width = max(values.shape[-1] for values, _ in self.batches)
-        gradients = [g[0].float() if g else torch.zeros_like(x) for x, g in self.batches]
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All kept values and gradients, fp32 [R, H, D], and the number of rows that each stands for, fp32 [R]."""
+        width = max(values.shape[-1] for values, _, _ in self.batches)
         return (
-            torch.cat([_widened(x, width) for x, _ in self.batches]),
-            torch.cat([_widened(g, width) for g in gradients]),
+            torch.cat([_widened(x, width) for x, _, _ in self.batches]),
+            torch.cat([_widened(g.float(), width) for _, g, _ in self.batches]),
+            torch.cat([weights for _, _, weights in self.batches]),
         )
 
 
@@ -91,8 +87,6 @@ class ValueObserver:
         self._generator = torch.Generator().manual_seed(seed)
         self._groups = groups or {}
         self._real_rows: Tensor | None = None
-        #: Order in which the present batch's groups are sampled, by their number.
-        self._orders: dict[int, Tensor] = {}
         #: (site name, operand) → what was seen.
         self.seen: dict[tuple[str, str], SeenValues] = {}
         self._calls = ValueCalls(model, self._see, names=[site.name for site in value_sites], sites=sites)
@@ -107,21 +101,21 @@ class ValueObserver:
     def batch(self, rows: slice, real_rows: Tensor | None) -> None:
         """A forward and backward pass begins."""
         self._real_rows = real_rows
-        self._orders.clear()
 
     def _see(self, name: str, operand: str, value: Tensor) -> Tensor:
         watched = value.view_as(value) if value.requires_grad else value.detach().requires_grad_(True)
         in_heads = name.rpartition(":")[2] in ATTENTION_PARTS
         by_row = _by_row(value.detach(), in_heads=in_heads)
         found = self._found(name, operand, by_row)
-        keep = self._sample(by_row, value.shape[-2] if in_heads else 1, self._groups.get(name, 1))
         found.num_seen += by_row.shape[0]
-        found.num_kept += keep.numel()
-        gradients: list[Tensor] = []
-        found.batches.append((by_row[keep].clone(), gradients))
-        watched.register_hook(
-            lambda g: gradients.append(_by_row(g.detach(), in_heads=in_heads)[keep].to(torch.bfloat16))
-        )
+        length, group = value.shape[-2] if in_heads else 1, self._groups.get(name, 1)
+
+        def draw(g: Tensor) -> None:
+            g_by_row = _by_row(g.detach(), in_heads=in_heads)
+            keep, weights = self._draw(by_row, g_by_row, length, group)
+            found.batches.append((by_row[keep].clone(), g_by_row[keep].to(torch.bfloat16), weights))
+
+        watched.register_hook(draw)
         return watched
 
     def _found(self, name: str, operand: str, by_row: Tensor) -> SeenValues:
@@ -134,21 +128,19 @@ class ValueObserver:
             found.amax_H = torch.maximum(found.amax_H, by_row.abs().amax((0, 2)))
         return found
 
-    def _sample(self, by_row: Tensor, length: int, group: int) -> Tensor:
-        """Which rows are kept: whole groups of consecutive tokens of one sequence."""
-        num_rows, width = by_row.shape[0], by_row[0].numel() if by_row.shape[0] else 1
-        per_sequence = length // group if group > 1 else 0
-        firsts = torch.arange(num_rows)
+    def _draw(self, by_row: Tensor, g_by_row: Tensor, length: int, group: int) -> tuple[Tensor, Tensor]:
+        """Which rows are kept, and how many rows each stands for; groups are consecutive rows of one sequence."""
+        rows = torch.arange(by_row.shape[0]).view(-1, 1)
         if group > 1:
-            first = torch.arange(per_sequence) * group
-            firsts = (torch.arange(num_rows // length).unsqueeze(1) * length + first).reshape(-1)
-        wanted = max(MIN_ROWS, SAMPLE_NUMBERS // width) / self._num_tokens
-        count = min(firsts.numel(), max(1, round(firsts.numel() * wanted)))
-        order = self._orders.get(firsts.numel())
-        if order is None:
-            order = self._orders[firsts.numel()] = torch.randperm(firsts.numel(), generator=self._generator)
-        chosen = firsts[order[:count].sort().values]
-        return (chosen.unsqueeze(1) + torch.arange(group)).reshape(-1)
+            rows = torch.arange(by_row.shape[0]).view(-1, length)[:, : length // group * group].reshape(-1, group)
+        if not rows.numel():
+            return rows.new_empty(0), by_row.new_empty(0)
+        pull = (by_row.abs().amax((1, 2)).square() * g_by_row.square().sum((1, 2)))[rows].sum(-1)
+        wanted = max(MIN_ROWS, SAMPLE_NUMBERS // by_row[0].numel()) / self._num_tokens * len(rows)
+        by_pull = pull / pull.sum() if float(pull.sum()) > 0 else torch.full_like(pull, 1 / len(rows))
+        chance = (wanted * (0.5 / len(rows) + 0.5 * by_pull)).clamp(max=1.0)
+        drawn = torch.rand(len(rows), generator=self._generator) < chance
+        return rows[drawn].reshape(-1), (1 / chance[drawn]).repeat_interleave(group)
 
 
 def _by_row(value: Tensor, *, in_heads: bool) -> Tensor:

@@ -32,7 +32,9 @@ import torch
 from torch import Tensor
 
 
-def flip_kl(logits_RE: Tensor, rounded_RE: Tensor, g_RE: Tensor, experts_per_token: int) -> float:
+def flip_kl(
+    logits_RE: Tensor, rounded_RE: Tensor, g_RE: Tensor, experts_per_token: int, weights_R: Tensor | None = None
+) -> float:
     """Summed KL of changed choices over the rows, nats.
 
     Args:
@@ -40,11 +42,13 @@ def flip_kl(logits_RE: Tensor, rounded_RE: Tensor, g_RE: Tensor, experts_per_tok
         rounded_RE: the same with an error, of rounding them or of rounded weights.
         g_RE: gradient of the log-likelihood at the logits.
         experts_per_token: how many experts are chosen.
+        weights_R: how many tokens each row stands for; one if left out.
 
     Returns:
         NaN where a single expert is chosen and the choice may change.
     """
-    share = flip_share(logits_RE, rounded_RE, experts_per_token)
+    weights_R = torch.ones(len(logits_RE)) if weights_R is None else weights_R
+    share = flip_share(logits_RE, rounded_RE, experts_per_token, weights_R)
     if share == 0.0:
         return 0.0
     if experts_per_token < 2:
@@ -53,14 +57,15 @@ def flip_kl(logits_RE: Tensor, rounded_RE: Tensor, g_RE: Tensor, experts_per_tok
     w = top.softmax(-1)
     spread = (1 - w[:, -1]).square() + w[:, :-1].square().sum(-1)
     cost = g_RE.gather(-1, chosen[:, -1:]).squeeze(-1).square() / spread
-    return share * float(cost.double().sum())
+    return share * float((weights_R * cost).double().sum())
 
 
-def flip_share(logits_RE: Tensor, rounded_RE: Tensor, experts_per_token: int) -> float:
+def flip_share(logits_RE: Tensor, rounded_RE: Tensor, experts_per_token: int, weights_R: Tensor | None = None) -> float:
     """Expected share of tokens whose set of experts changes, 0 … 1."""
     if experts_per_token >= logits_RE.shape[-1] or not len(logits_RE):
         return 0.0
     ordered = logits_RE.topk(experts_per_token + 1, dim=-1).values.double()
     margin = ordered[:, -2] - ordered[:, -1]
     error = (rounded_RE - logits_RE).double().square().mean(-1).sqrt()
-    return float(torch.where(error > 0, 0.5 * torch.erfc(margin / (2 * error)), 0.0).mean())
+    chance = torch.where(error > 0, 0.5 * torch.erfc(margin / (2 * error)), 0.0)
+    return float(chance.mean()) if weights_R is None else float((weights_R * chance).sum() / weights_R.sum())

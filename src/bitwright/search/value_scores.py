@@ -9,6 +9,10 @@ with one term for each head, since heads are rounded by themselves, too. Gradien
 all later queries make of them; those at p and at the sum of the softmax what the division makes of them. The operands
 of a product are rounded independently: their shares add.
 
+One thing breaks the independence: INT8 probabilities. Most are smaller than half a step and all of those become zero, so
+that errors of neighbouring tokens share a sign; what is predicted there is about half of what is measured. Floats, which
+keep small numbers, show none of it.
+
 A router's logits choose experts. Where rounding changes which ones, the output jumps, which no gradient tells:
 `value_router.py` adds the probability of that times its cost.
 
@@ -99,7 +103,9 @@ def score_values(
     expected: dict[str, dict[Candidate, float]] = {}
     tensors: dict[Candidate, dict[str, np.ndarray]] = {}
     for site in sites:
-        operands = {operand: seen[site.name, operand] for operand in site.operands if (site.name, operand) in seen}
+        operands = {
+            o: seen[site.name, o] for o in site.operands if (site.name, o) in seen and seen[site.name, o].batches
+        }
         if len(operands) < len(site.operands):
             continue
         candidates = value_candidates(site, schemes)
@@ -110,24 +116,25 @@ def score_values(
             scales = {o: static_scale(scheme, o, operands[o].amax_H) for o in operands} if scheme.static else {}
             kept = value_tensors_of(site, ValueRule(scheme=scheme, scales=scales))
             tensors.setdefault(candidate, {}).update(kept)
-            for operand, (values_RHD, g_RHD) in rows.items():
+            for operand, (values_RHD, g_RHD, weights_R) in rows.items():
                 found, scale = operands[operand], scales.get(operand)
-                share = found.per_kept / num_scored
                 rounded_RHD = round_values(values_RHD.transpose(0, 1), scheme, scale).transpose(0, 1)
                 change_RH = ((rounded_RHD - values_RHD) * g_RHD).sum(-1).double()
-                scores[site.name][candidate] += 0.5 * share * float(change_RH.square().sum())
+                shift_R = weights_R * change_RH.square().sum(-1)
+                scores[site.name][candidate] += 0.5 * float(shift_R.sum()) / num_scored
                 if site.role == "router" and experts_per_token is not None:
-                    scores[site.name][candidate] += share * flip_kl(
-                        values_RHD[:, 0], rounded_RHD[:, 0], g_RHD[:, 0], experts_per_token
+                    scores[site.name][candidate] += (
+                        flip_kl(values_RHD[:, 0], rounded_RHD[:, 0], g_RHD[:, 0], experts_per_token, weights_R)
+                        / num_scored
                     )
-                beyond = _overflows(values_RHD, scheme, operand, found) / num_scored
+                beyond = _overflows(values_RHD, weights_R, scheme, operand, found) / num_scored
                 if beyond > 0:
                     of_site = expected.setdefault(site.name, {})
                     of_site[candidate] = of_site.get(candidate, 0.0) + beyond
     return ValueLearned(scores=scores, overflows=expected, tensors=tensors)
 
 
-def _overflows(values_RHD: Tensor, scheme: ValueScheme, operand: str, found: SeenValues) -> float:
+def _overflows(values_RHD: Tensor, weights_R: Tensor, scheme: ValueScheme, operand: str, found: SeenValues) -> float:
     """Expected overflows over the whole calibration text."""
     if scheme.static:
         num_scales = found.amax_H.numel() if scheme.axis == "head" else 1
@@ -135,6 +142,6 @@ def _overflows(values_RHD: Tensor, scheme: ValueScheme, operand: str, found: See
     beyond = overflows(values_RHD, scheme.values)
     if beyond is None:
         return 0.0
-    sampled = float(beyond.sum()) * found.per_kept
+    sampled = float((beyond.flatten(1).sum(-1) * weights_R).sum())
     ever = overflows(found.amax_H, scheme.values)
     return max(sampled, 1.0) if ever is not None and bool(ever.any()) else sampled
