@@ -9,9 +9,9 @@ with one term for each head, since heads are rounded by themselves, too. Gradien
 all later queries make of them; those at p and at the sum of the softmax what the division makes of them. The operands
 of a product are rounded independently: their shares add.
 
-One thing breaks the independence: INT8 probabilities. Most are smaller than half a step and all of those become zero, so
-that errors of neighbouring tokens share a sign; what is predicted there is about half of what is measured. Floats, which
-keep small numbers, show none of it.
+One thing breaks the independence: INT8 probabilities. Most are smaller than half a step and all of those become zero,
+so that errors of neighbouring tokens share a sign; what is predicted there is about half of what is measured. Floats,
+which keep small numbers, show none of it.
 
 A router's logits choose experts. Where rounding changes which ones, the output jumps, which no gradient tells:
 `value_router.py` adds the probability of that times its cost.
