@@ -210,22 +210,31 @@ def _stored(
 
 def _stored_codes(tensors: Mapping[str, np.ndarray], choice: Chosen, scheme: TensorScheme) -> Tensor | None:
     """Values of the codes that a plan holds for a choice, fp32 [N, K]; None where they follow from the scales."""
-    if scheme.scaling is None or not ROUNDINGS[choice.rounding].keeps_codes:
+    packed = _packed_codes(tensors, choice, scheme)
+    if packed is None:
         return None
     number = formats.FORMATS[scheme.format]
+    return decode_numbers(unpack_bits(torch.from_numpy(packed), number.bits, choice.shape[1]), number)
+
+
+def _packed_codes(tensors: Mapping[str, np.ndarray], choice: Chosen, scheme: TensorScheme) -> np.ndarray | None:
+    if scheme.scaling is None or not ROUNDINGS[choice.rounding].keeps_codes:
+        return None
     rows, columns = choice.shape
     needed_by = f"whose rounding '{choice.rounding}' needs them"
-    packed = _stored(tensors, choice, "codes", (rows, -(-columns * number.bits // 8)), needed_by)
-    return decode_numbers(unpack_bits(torch.from_numpy(packed), number.bits, columns), number)
+    row_bytes = -(-columns * formats.FORMATS[scheme.format].bits // 8)
+    return _stored(tensors, choice, "codes", (rows, row_bytes), needed_by)
 
 
 def _quantizer(
     choice: Chosen, scheme: TensorScheme, tensors: Mapping[str, np.ndarray], transform: Fitted
 ) -> Callable[[Tensor], Tensor]:
     stored = _stored_scales(tensors, choice, scheme)
-    codes_NK = _stored_codes(tensors, choice, scheme)
+    _packed_codes(tensors, choice, scheme)  # what is missing is told before anything runs
 
     def values(weight_NK: Tensor) -> Tensor:
+        # unpacked on every call: values of all codes at once are as large as the model
+        codes_NK = _stored_codes(tensors, choice, scheme)
         if codes_NK is None:
             return quantize(transform.weight(weight_NK), scheme, scales=stored).dequantize()
         assert stored is not None

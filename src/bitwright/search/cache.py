@@ -19,9 +19,10 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -29,8 +30,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from bitwright.errors import DataError
+from bitwright.errors import DataError, ModelError
 from bitwright.search.candidate import Candidate
+from bitwright.search.stored_arrays import StoredArrays, write_arrays
 
 #: Raise this when scores of the same inputs would come out different.
 ESTIMATOR_VERSION = 4
@@ -58,11 +60,20 @@ class Cache:
 
     def read_found(self, choice: Candidate) -> dict[str, np.ndarray]:
         """What was found for a choice: "<site>/<part>" → array, as a plan keeps it."""
-        return {key: tensor.numpy() for key, tensor in self._read_tensors(_found_file(choice)).items()}
+        return dict(self.open_found(choice))
+
+    def open_found(self, choice: Candidate) -> Mapping[str, np.ndarray]:
+        """The same, each array read when it is asked for; until what was found is replaced."""
+        if self.folder is None or not (self.folder / _found_file(choice)).exists():
+            return {}
+        try:
+            return StoredArrays(self.folder / _found_file(choice))
+        except ModelError:
+            return {}
 
     def write_found(self, choice: Candidate, tensors: Mapping[str, np.ndarray]) -> None:
         """Replace all that was found for a choice."""
-        self._write_tensors(_found_file(choice), {key: torch.from_numpy(array) for key, array in tensors.items()})
+        self._write(_found_file(choice), lambda file: write_arrays(file, tensors))
 
     def read_reached(self) -> dict[str, int]:
         """Site → calibration tokens that reached it."""
@@ -115,7 +126,7 @@ class Cache:
         return content if isinstance(content, dict) else {}
 
     def _write_json(self, name: str, content: Mapping) -> None:
-        self._write(name, json.dumps(content, sort_keys=True).encode())
+        self._write(name, lambda file: file.write(json.dumps(content, sort_keys=True).encode()))
 
     def _read_tensors(self, name: str) -> dict[str, Tensor]:
         if self.folder is None or not (self.folder / name).exists():
@@ -126,14 +137,15 @@ class Cache:
             return {}
 
     def _write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        self._write(name, save({key: value.contiguous().clone() for key, value in tensors.items()}))
+        content = save({key: value.contiguous().clone() for key, value in tensors.items()})
+        self._write(name, lambda file: file.write(content))
 
-    def _write(self, name: str, content: bytes) -> None:
+    def _write(self, name: str, write: Callable[[BinaryIO], object]) -> None:
         if self.folder is None:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            _replace(self.folder / name, content)
+            _replace(self.folder / name, write)
         except OSError as error:
             raise DataError(
                 f"cannot keep statistics in the cache '{self.folder}' ({error.strerror}); make room or permit writing "
@@ -154,11 +166,11 @@ def _found_file(choice: Candidate) -> str:
     return f"found-{_key(choice).replace('/', '-')}.safetensors"
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            write(file)
         os.replace(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)  # gone already where it took its place

@@ -3,11 +3,13 @@
 A choice that depended on data (codes of error feedback, scales of a clip search, a fitted transform, a static scale) is
 kept as the tensors that a plan would hold for it (`inference/apply.py`), and runs from them through the plan's own
 reader. So what is measured is, bit for bit, what a plan runs; measuring and writing plans find nothing again, and a
-second budget finds everything in the cache.
+second budget finds everything in the cache. What lies in the cache is read when it is asked for; what is found anew
+stays in memory, or goes to a spool.
 """
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from bitwright.inference import SiteRule, input_tensors_of, rule_of, tensors_of
+from bitwright.models.spool import Spool, SpooledArrays
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS
 from bitwright.quantize.fitted import Fitted
 from bitwright.quantize.seen import Seen
@@ -40,7 +43,10 @@ class Quantizer:
     #: Site → [N, K].
     shapes: Mapping[str, tuple[int, int]]
     cache: Cache = field(default_factory=lambda: Cache(folder=None))
-    _kept: dict[Candidate, dict[str, np.ndarray]] = field(default_factory=dict, repr=False)
+    #: Where codes lie that were found anew; None: in memory.
+    spool: Spool | None = None
+    #: What was found now, before what lies in the cache.
+    _kept: dict[Candidate, ChainMap[str, np.ndarray]] = field(default_factory=dict, repr=False)
 
     def find(
         self, site_name: str, choice: Candidate, weight_NK: Tensor, seen: Seen | None, fitted: Fitted | None = None
@@ -56,7 +62,7 @@ class Quantizer:
         """
         kept = self._of(choice)
         if _needs_data(choice) and not any(key in kept for key in _keys(site_name)):
-            kept |= found_tensors(site_name, choice, weight_NK, seen, fitted)
+            kept.update(found_tensors(site_name, choice, weight_NK, seen, fitted))
         return self._rule(site_name, choice)
 
     def tensors(self, site_name: str, choice: Candidate) -> dict[str, np.ndarray]:
@@ -80,8 +86,10 @@ class Quantizer:
     def write(self) -> None:
         """Keep everything that was found in the cache."""
         for choice, tensors in self._kept.items():
-            if tensors:
+            if tensors.maps[0]:
                 self.cache.write_found(choice, tensors)
+                if self.cache.folder is not None:
+                    self._kept[choice] = self._opened(choice)
 
     def _rule(self, site_name: str, choice: Candidate) -> SiteRule:
         chosen = _Chosen(
@@ -95,10 +103,15 @@ class Quantizer:
         assert rule is not None, "a site that stays as loaded has no codes"
         return rule
 
-    def _of(self, choice: Candidate) -> dict[str, np.ndarray]:
+    def _of(self, choice: Candidate) -> ChainMap[str, np.ndarray]:
         if choice not in self._kept:
-            self._kept[choice] = self.cache.read_found(choice) if _needs_data(choice) else {}
+            self._kept[choice] = self._opened(choice) if _needs_data(choice) else ChainMap()
         return self._kept[choice]
+
+    def _opened(self, choice: Candidate) -> ChainMap[str, np.ndarray]:
+        known = self.cache.open_found(choice)
+        # ChainMap writes to the first of its maps alone; its type asks for mutable ones throughout
+        return ChainMap({} if self.spool is None else SpooledArrays(self.spool), known)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
