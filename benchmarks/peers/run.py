@@ -252,9 +252,9 @@ def main() -> None:
     if not arguments.tables:
         prepare(place)
         for row_name in rows:
-            for tool_name in arguments.tools:
+            for tool_name in ROWS[row_name].tools:
                 done = (place.run(row_name, tool_name) / "evaluation.json").exists()
-                if tool_name in ROWS[row_name].tools and (arguments.fresh or not done):
+                if tool_name in arguments.tools and (arguments.fresh or not done):
                     quantize(place, row_name, tool_name)
         if not arguments.no_allocation:
             for roundings in SAME_ROUNDINGS:
