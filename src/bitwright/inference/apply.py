@@ -30,6 +30,7 @@ from bitwright.inference.counters import Counters
 from bitwright.inference.emulate import SiteRule, emulate
 from bitwright.inference.values import value_rules
 from bitwright.models.sites import Site
+from bitwright.models.spool import Originals
 from bitwright.models.value_sites import find_value_sites
 from bitwright.plan import Plan
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS, QTensor, quantize
@@ -65,6 +66,7 @@ def emulate_plan(
     sites: Sequence[Site],
     *,
     in_place: bool = True,
+    originals: Originals | None = None,
     counters: Counters | None = None,
 ) -> Iterator[nn.Module]:
     """Run `model` as the plan says, for the time of the block.
@@ -74,6 +76,7 @@ def emulate_plan(
         model: fp32; changed inside the block only.
         sites: all weight sites of the model.
         in_place: replace the weights once; False computes them anew on every call and keeps no copy (`emulate.py`).
+        originals: where replaced weights lie meanwhile; None: in memory.
         counters: counts of rounded and of overflowing numbers are added to it, by matrix or value site.
 
     Raises:
@@ -82,7 +85,7 @@ def emulate_plan(
     rules = site_rules(plan, sites)
     rounds_values = any(choice.kind != "weight" for choice in plan.sites)
     values = value_rules(plan, find_value_sites(model)) if rounds_values else None
-    with emulate(model, sites, rules, values=values, in_place=in_place, counters=counters):
+    with emulate(model, sites, rules, values=values, in_place=in_place, originals=originals, counters=counters):
         yield model
 
 

@@ -12,9 +12,11 @@ rounded x'; each matrix changes its own input, also where an engine would fold t
 needs all readers of that norm to agree. Where they are not, the effective weight of the original space runs, and no
 input is touched.
 
-`in_place=False` keeps no copy of any weight: the values of a matrix are computed anew whenever it is called, for models
-that fill the memory. Results are equal, bit for bit. Only matrices are reached then that the model computes with in the
-functions of `models/linear_calls.py`. Codes are found once a call: a choice should not have to search for them.
+Models that nearly fill the memory have two ways, with results that are equal bit for bit. `originals` says where the
+replaced weights lie meanwhile: on disk they take no memory, and cost one read (`models/spool.py`). `in_place=False`
+keeps no copy of any weight: the values of a matrix are computed anew whenever it is called, which costs more than the
+call where few tokens are run at once. Only matrices are reached then that the model computes with in the functions of
+`models/linear_calls.py`. Codes are found once a call: a choice should not have to search for them.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from bitwright.inference.counters import Counters, Overflows, count_overflows
 from bitwright.inference.values import ValueRule, emulate_values
 from bitwright.models.linear_calls import LinearCalls, Matrix, Operation, matrices_of
 from bitwright.models.sites import Site
+from bitwright.models.spool import InMemory, Originals
 from bitwright.models.value_sites import ValueSite
 from bitwright.quantize.fitted import UNCHANGED, Fitted
 from bitwright.quantize.scheme import TensorScheme
@@ -69,6 +72,7 @@ def emulate(
     *,
     values: Mapping[ValueSite, ValueRule] | None = None,
     in_place: bool = True,
+    originals: Originals | None = None,
     counters: Counters | None = None,
 ) -> Iterator[nn.Module]:
     """Run `model` with other weights, rounded inputs and rounded values at some sites.
@@ -79,6 +83,7 @@ def emulate(
         rules: site name → what it runs with; sites without an entry keep what they have.
         values: value site → what its values are rounded to (`values.py`).
         in_place: replace the weights once; False computes them anew on every call and keeps nothing.
+        originals: where replaced weights lie meanwhile; None: in memory.
         counters: counts of rounded and of overflowing numbers are added to it, by matrix or value site.
 
     Raises:
@@ -103,12 +108,14 @@ def emulate(
             counters[matrix.name] = before + count_overflows(x, rule.activations, rule.input_scale)
         return operation(round_input(x, rule.activations, rule.input_scale), weight)
 
-    originals: dict[str, Tensor] = {}
+    originals = InMemory() if originals is None else originals
+    replaced: list[str] = []
     try:
         for matrix in changed if in_place else ():
             parameter = model.get_parameter(matrix.parameter)
-            if matrix.parameter not in originals:
-                originals[matrix.parameter] = parameter.data
+            if matrix.parameter not in replaced:
+                originals.keep(matrix.parameter, parameter.data)
+                replaced.append(matrix.parameter)
                 parameter.data = parameter.data.clone()
             _write_rows(_stored(model, matrix), matrix, rules)
         with ExitStack() as stack:
@@ -118,8 +125,8 @@ def emulate(
                 stack.enter_context(emulate_values(model, values, sites=sites, counters=counters))
             yield model
     finally:
-        for name, original in originals.items():
-            model.get_parameter(name).data = original
+        for name in replaced:
+            model.get_parameter(name).data = originals.read(name)
 
 
 def _stored(model: nn.Module, matrix: Matrix) -> Tensor:

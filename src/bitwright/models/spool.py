@@ -54,7 +54,7 @@ class Spool:
         self._end = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (closed by __exit__)
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
         except OSError as error:
             raise self._refusal(error) from error
 

@@ -7,7 +7,9 @@ squared gradient is the true Fisher information, not the empirical one; Kunstner
     g   the gradients at its outputs    bf16 [T, N]     of Σ_t log p(sampled token t)
     x of some tokens, unrounded         fp32 [R, K]     on which activations are rounded to try formats
 
-and for the head the inputs of some tokens. bf16's 8 bits are ample: an estimate averages thousands of products.
+and for the head the inputs of some tokens. bf16's 8 bits are ample: an estimate averages thousands of products. All of
+it together outgrows the weights from a few thousand tokens on; with a spool it lies on disk, and scoring, which goes
+from matrix to matrix, reads one at a time.
 
 Gradients of parameters are never formed: the backward pass only carries gradients of activations.
 
@@ -17,7 +19,7 @@ inner products, caches) by observers. Both are handed in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -28,8 +30,10 @@ from torch import Tensor, nn
 from bitwright.errors import ModelError
 from bitwright.models.linear_calls import LinearCalls, Matrix
 from bitwright.models.sites import Site
+from bitwright.models.spool import Spool
 from bitwright.search.progress import Stage
 from bitwright.search.text import TextSet
+from bitwright.search.token_rows import HeldRows, Rows, SpooledRows, append
 
 #: Tokens per forward and backward pass; their activations are what peak memory is made of.
 BATCH_TOKENS = 256
@@ -118,53 +122,11 @@ class Statistics:
     #: Scored predictions that the gradients sum over.
     num_scored: int
     #: Matrix name → statistics; a matrix that no token reached (an idle expert) has none.
-    matrices: dict[str, MatrixStatistics]
+    matrices: Mapping[str, MatrixStatistics]
     #: Matrix name → statistics of embeddings.
     embeddings: dict[str, EmbeddingStatistics]
     #: Matrix name → inputs of the output head, fp32 [tokens, hidden].
     heads: dict[str, Tensor]
-
-
-class _Rows:
-    """Rows that arrive batch by batch, in one tensor of the final size.
-
-    Pages of the tensor that no row reaches cost no memory. Keeping the batches and joining them at the end took twice
-    the memory and left the heap in pieces.
-    """
-
-    def __init__(self, capacity: int, dtype: torch.dtype) -> None:
-        self._capacity = capacity
-        self._dtype = dtype
-        self._held = torch.empty(0)
-        self._used = 0
-
-    def reserve(self, num_rows: int, width: int) -> slice:
-        """Room for so many rows of `width` numbers; they are zero until they are written."""
-        if self._used + num_rows > self._capacity or self._held.numel() == 0:
-            self._capacity = max(self._capacity, 2 * (self._used + num_rows) if self._used else num_rows)
-            larger = torch.empty(self._capacity, width, dtype=self._dtype)
-            if self._used:
-                larger[: self._used] = self._held[: self._used]
-            self._held = larger
-        rows = slice(self._used, self._used + num_rows)
-        self._held[rows].zero_()
-        self._used += num_rows
-        return rows
-
-    def write(self, rows: slice, values: Tensor) -> None:
-        """Fill rows that were reserved."""
-        self._held[rows] = values
-
-    def append(self, values: Tensor) -> slice:
-        """Add rows [n, width]; returns where they lie."""
-        rows = self.reserve(*values.shape)
-        self.write(rows, values)
-        return rows
-
-    @property
-    def tensor(self) -> Tensor:
-        """All rows so far."""
-        return self._held[: self._used]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -176,11 +138,12 @@ class _Recorder:
     head_matrices: frozenset[str]
     keep_ratio: float
     head_keep_ratio: float
-    gradients: dict[str, _Rows] = field(default_factory=dict)
+    spool: Spool | None
+    gradients: dict[str, Rows] = field(default_factory=dict)
     #: Matrix → the matrix that first read the same tensor; its name is the key of what follows.
     first_reader: dict[str, str] = field(default_factory=dict)
-    x: dict[str, _Rows] = field(default_factory=dict)
-    unrounded: dict[str, list[Tensor]] = field(default_factory=dict)
+    x: dict[str, Rows] = field(default_factory=dict)
+    unrounded: dict[str, Rows] = field(default_factory=dict)
     unrounded_rows: dict[str, list[Tensor]] = field(default_factory=dict)
     ids: dict[str, list[Tensor]] = field(default_factory=dict)
     head_inputs: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -190,7 +153,7 @@ class _Recorder:
     real_rows: Tensor | None = None
     #: What the present batch has written, in the order of the forward pass.
     batch_inputs: list[tuple[str, Tensor]] = field(default_factory=list)
-    batch_gradients: list[tuple[str, _Rows, slice]] = field(default_factory=list)
+    batch_gradients: list[tuple[str, Rows, slice]] = field(default_factory=list)
 
     def begin(self, real_rows: Tensor | None) -> None:
         """A further batch."""
@@ -211,7 +174,7 @@ class _Recorder:
             self._record_input(matrix.name, x)
         if not y.requires_grad:
             y.requires_grad_(True)
-        gradients = self.gradients.setdefault(matrix.name, _Rows(self.num_tokens, torch.bfloat16))
+        gradients = self._rows_of(self.gradients, matrix.name, self.num_tokens, torch.bfloat16)
         rows = gradients.reserve(y.numel() // y.shape[-1], y.shape[-1])
         self.batch_gradients.append((matrix.name, gradients, rows))
         y.register_hook(lambda g: gradients.write(rows, g.detach().reshape(-1, g.shape[-1])))
@@ -226,10 +189,15 @@ class _Recorder:
         assert self.first_reader.setdefault(name, name) == name, f"{name} reads another tensor than before"
         flat = x.detach().reshape(-1, x.shape[-1])
         self.batch_inputs.append((name, flat))
-        rows = self.x.setdefault(name, _Rows(self.num_tokens, torch.bfloat16)).append(flat)
+        rows = append(self._rows_of(self.x, name, self.num_tokens, torch.bfloat16), flat)
         keep = self._sample(flat.shape[0], self.keep_ratio)
-        self.unrounded.setdefault(name, []).append(flat[keep].clone())
+        append(self._rows_of(self.unrounded, name, NUM_UNROUNDED_TOKENS, torch.float32), flat[keep])
         self.unrounded_rows.setdefault(name, []).append(keep + rows.start)
+
+    def _rows_of(self, known: dict[str, Rows], name: str, capacity: int, dtype: torch.dtype) -> Rows:
+        if name not in known:
+            known[name] = HeldRows(capacity, dtype) if self.spool is None else SpooledRows(self.spool, dtype)
+        return known[name]
 
     def _real(self, flat: Tensor) -> Tensor:
         """Rows that are no padding. (Elsewhere padding needs no care: no gradient flows to it.)"""
@@ -250,6 +218,7 @@ def calibrate(
     stage: Stage,
     observers: Sequence[Observer] = (),
     output: Output | None = None,
+    spool: Spool | None = None,
 ) -> Statistics:
     """Collect the statistics of all sites in one forward–backward pass over `text`.
 
@@ -261,6 +230,8 @@ def calibrate(
         stage: advanced by one per sequence.
         observers: contexts to be entered for the pass.
         output: what is compared; next tokens if left out.
+        spool: where inputs and gradients of matrices go, to be read one matrix at a time, for as long as it is open;
+            None: they stay in memory.
 
     Raises:
         ModelError: an input or gradient is not finite; the matrix and the batch of sequences are named.
@@ -275,6 +246,7 @@ def calibrate(
         head_matrices=frozenset(site.parameter for site in sites if site.role == "lm_head"),
         keep_ratio=min(1.0, NUM_UNROUNDED_TOKENS / num_tokens),
         head_keep_ratio=min(1.0, NUM_HEAD_TOKENS / num_tokens),
+        spool=spool,
     )
     step = max(1, BATCH_TOKENS // length)
     num_scored = 0
@@ -322,7 +294,7 @@ def _raise_if_inputs_not_finite(likelihood: Tensor, recorder: _Recorder, rows: s
 def _raise_if_gradients_not_finite(recorder: _Recorder, rows: slice) -> None:
     """Gradients come from behind: the last matrix of the forward pass is the first to see a bad one."""
     for name, gradients, written in reversed(recorder.batch_gradients):
-        if not _is_finite(gradients.tensor[written]):
+        if not _is_finite(gradients.read(written)):
             raise ModelError(
                 f"the gradient at {name} is not finite in the calibration batch of sequences {rows.start} to "
                 f"{rows.stop - 1}; the model overflows in the backward pass: check the checkpoint, or calibrate on "
@@ -334,21 +306,56 @@ def _is_finite(values: Tensor) -> bool:
     return bool(torch.isfinite(values.sum(dtype=torch.float32)))
 
 
+class _Matrices(Mapping[str, MatrixStatistics]):
+    """Statistics by matrix, put together when they are asked for.
+
+    The last ones stay at hand: all sites of a matrix ask for the same, and its neighbours for the same inputs.
+    """
+
+    def __init__(self, recorder: _Recorder) -> None:
+        self._gradients = recorder.gradients
+        self._first_reader = recorder.first_reader
+        self._x = recorder.x
+        self._unrounded = recorder.unrounded
+        self._unrounded_rows = {name: torch.cat(rows) for name, rows in recorder.unrounded_rows.items()}
+        self._last_inputs: tuple[str, Inputs] | None = None
+        self._last: tuple[str, MatrixStatistics] | None = None
+
+    def __getitem__(self, name: str) -> MatrixStatistics:
+        reader = self._first_reader[name]
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            self._last = name, MatrixStatistics(inputs=self._inputs(reader), g_TN=self._gradients[name].tensor)
+        return self._last[1]
+
+    def _inputs(self, reader: str) -> Inputs:
+        if self._last_inputs is None or self._last_inputs[0] != reader:
+            self._last_inputs = None
+            self._last_inputs = (
+                reader,
+                Inputs(
+                    x_TK=self._x[reader].tensor,
+                    unrounded_RK=self._unrounded[reader].tensor,
+                    unrounded_rows=self._unrounded_rows[reader],
+                ),
+            )
+        return self._last_inputs[1]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._first_reader
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._first_reader)
+
+    def __len__(self) -> int:
+        return len(self._first_reader)
+
+
 def _assemble(recorder: _Recorder, num_scored: int) -> Statistics:
-    inputs = {
-        name: Inputs(
-            x_TK=x.tensor,
-            unrounded_RK=torch.cat(recorder.unrounded.pop(name)),
-            unrounded_rows=torch.cat(recorder.unrounded_rows.pop(name)),
-        )
-        for name, x in recorder.x.items()
-    }
+    matrices = _Matrices(recorder)
     return Statistics(
         num_scored=num_scored,
-        matrices={
-            name: MatrixStatistics(inputs=inputs[reader], g_TN=recorder.gradients[name].tensor)
-            for name, reader in recorder.first_reader.items()
-        },
+        matrices=matrices if recorder.spool is not None else dict(matrices),
         embeddings={
             name: EmbeddingStatistics(ids_T=torch.cat(ids), g_TH=recorder.gradients[name].tensor)
             for name, ids in recorder.ids.items()

@@ -36,7 +36,7 @@ class StoredArrays(Mapping[str, np.ndarray]):
         stored = self._stored[name]
         array: np.ndarray = np.empty(stored.shape, _NUMPY_OF[stored.dtype])
         if array.nbytes:
-            read_into(memoryview(array.reshape(-1).view(np.uint8)), stored, 0)
+            read_into(array.reshape(-1).view(np.uint8).data, stored, 0)
         return array
 
     def __contains__(self, name: object) -> bool:
