@@ -39,13 +39,14 @@ from bitwright.plan.schema import (
     Prediction,
     Repair,
     Repetition,
-    RuledOut,
+    RuledOutChoice,
     Run,
     SearchOptions,
     SiteChoice,
     Summary,
     TextInfo,
     UniformComparison,
+    role_label,
 )
 from bitwright.plan.workload import Workload
 
@@ -76,7 +77,7 @@ __all__ = [
     "Prediction",
     "Repair",
     "Repetition",
-    "RuledOut",
+    "RuledOutChoice",
     "Run",
     "SearchOptions",
     "SettledBudget",
@@ -94,6 +95,7 @@ __all__ = [
     "parse_plan",
     "parse_ratio",
     "raise_if_not_replaceable",
+    "role_label",
     "settle_budget",
     "verdict_of",
     "write_plan",

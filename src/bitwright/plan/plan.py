@@ -35,7 +35,7 @@ from bitwright.plan.schema import (
     Prediction,
     Record,
     Repair,
-    RuledOut,
+    RuledOutChoice,
     Run,
     SearchOptions,
     SiteChoice,
@@ -98,7 +98,7 @@ class Plan(Record):
     #: The plan against one scheme everywhere of the same size.
     uniform: tuple[UniformComparison, ...] = ()
     #: What the device or the engine does not have.
-    ruled_out: tuple[RuledOut, ...] = ()
+    ruled_out: tuple[RuledOutChoice, ...] = ()
     predictions: tuple[Prediction, ...] = ()
     repairs: tuple[Repair, ...] = ()
     latency: Latency | None = None

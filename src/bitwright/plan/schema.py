@@ -50,8 +50,11 @@ class SearchOptions(Record):
     #: Roundings and transforms to choose from; empty means all that there are.
     roundings: tuple[str, ...] = ()
     transforms: tuple[str, ...] = ()
+    #: Value schemes to choose from; empty where values stay as they are.
+    value_schemes: tuple[str, ...] = ()
     #: The engine whose rules hold; None for those of the device alone.
     engine: str | None = None
+    effort: Literal["default", "high"] = "default"
     include_head: bool
     #: Tokens per sequence.
     sequence_length: int = Field(gt=0)
@@ -86,6 +89,16 @@ class SiteChoice(Record):
     bits: Number = Field(ge=0)
     #: KL with this site alone changed.
     predicted_kl: Number
+
+    @property
+    def role_label(self) -> str:
+        """The role, told apart where weights and the values that they give have the same."""
+        return role_label(self.kind, self.role)
+
+
+def role_label(kind: str, role: str) -> str:
+    """What a role of sites of a kind is called: ``"mlp.up"`` for weights, ``"mlp.up values"`` for what they give."""
+    return f"{role} values" if kind == "activation" else role
 
 
 class Summary(Record):
@@ -286,7 +299,7 @@ class UniformComparison(Record):
     verdict: Literal["better", "within the noise", "worse"]
 
 
-class RuledOut(Record):
+class RuledOutChoice(Record):
     """Choices that a device or an engine does not have, left out before anything was scored."""
 
     scheme: str

@@ -66,8 +66,8 @@ def group_sites(plan: Plan) -> tuple[SiteGroup, ...]:
     members: dict[tuple[str, str, str, str], list[SiteChoice]] = defaultdict(list)
     role_order: dict[str, int] = {}
     for site in plan.sites:
-        role_order.setdefault(site.role, len(role_order))
-        members[site.role, site.scheme, site.rounding, site.transform].append(site)
+        role_order.setdefault(site.role_label, len(role_order))
+        members[site.role_label, site.scheme, site.rounding, site.transform].append(site)
     groups = []
     for (role, scheme, rounding, transform), sites in members.items():
         num_weights = sum(math.prod(site.shape) for site in sites)

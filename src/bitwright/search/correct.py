@@ -24,6 +24,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bitwright.models import Site
+from bitwright.models.value_sites import ValueSite
+from bitwright.plan import role_label
 from bitwright.quantize import SCHEMES
 from bitwright.search.candidate import Candidate
 from bitwright.search.score import Scores
@@ -94,8 +96,13 @@ def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
     return math.exp(float(np.interp(position, log_x, log_y)))
 
 
+def label_of(site: Site | ValueSite) -> str:
+    """What predictions of a site are corrected by: its role, values apart from weights."""
+    return role_label(site.kind, site.role)
+
+
 def choose_role_probes(
-    sites: Sequence[Site], scores: Scores, candidates: Sequence[Candidate]
+    sites: Sequence[Site | ValueSite], scores: Scores, candidates: Sequence[Candidate]
 ) -> dict[str, dict[str, Candidate]]:
     """Role → assignment of all its scored sites, with a predicted sum as near to PROBE_KL as any candidate gives.
 
@@ -103,11 +110,11 @@ def choose_role_probes(
     """
     probes: dict[str, dict[str, Candidate]] = {}
     scored = [site for site in sites if site.name in scores]
-    for role in dict.fromkeys(site.role for site in scored):
-        own = [site.name for site in scored if site.role == role]
-        matrices = {site.tied_group for site in scored if site.role == role} - {None}
-        whole = [site.name for site in scored if site.role == role or site.tied_group in matrices]
-        names = {c: own if SCHEMES[c.scheme].activations is None else whole for c in candidates}
+    for role in dict.fromkeys(label_of(site) for site in scored):
+        own = [site.name for site in scored if label_of(site) == role]
+        matrices = {site.tied_group for site in scored if label_of(site) == role} - {None}
+        whole = [site.name for site in scored if label_of(site) == role or site.tied_group in matrices]
+        names = {c: whole if matrices and SCHEMES[c.scheme].activations is not None else own for c in candidates}
         sums = {c: sum(scores[name].get(c, math.nan) for name in names[c]) for c in candidates}
         usable = {c: total for c, total in sums.items() if math.isfinite(total) and total > 0}
         if usable:

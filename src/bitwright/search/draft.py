@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from bitwright.models import Site
+from bitwright.models.value_sites import ValueSite
 from bitwright.plan import (
     FrontierPoint,
     ModelInfo,
@@ -21,17 +22,23 @@ from bitwright.plan import (
     Summary,
     TextInfo,
 )
-from bitwright.quantize import SCHEMES
+from bitwright.plan.rules import why_not
+from bitwright.quantize import SCHEMES, VALUE_SCHEMES
 from bitwright.search.binding import study_limits
-from bitwright.search.explain import reason_for
+from bitwright.search.explain import reason_for, why_kept
+from bitwright.search.learn import MIN_TOKENS, Learned
 from bitwright.search.mend import Mended
 from bitwright.search.price import AS_LOADED, Assignment, device_memory, predict_latency
 from bitwright.search.problem import Problem
 from bitwright.search.progress import Progress
-from bitwright.search.quantizer import Quantizer
+from bitwright.search.serving import VALUE_BITS
 from bitwright.search.settings import Settings
 from bitwright.search.subject import Subject
 from bitwright.search.text import TextSet
+from bitwright.search.value_scores import ValueLearned
+
+#: Sites that a note names.
+NAMED_SITES = 5
 
 
 def draft_plan(
@@ -39,7 +46,8 @@ def draft_plan(
     settings: Settings,
     mended: Mended,
     predictions: Sequence[Prediction],
-    quantizer: Quantizer,
+    learned: Learned,
+    values: ValueLearned | None,
     progress: Progress,
 ) -> Plan:
     """The plan before its proof: choices, reasons, predictions, the front."""
@@ -49,8 +57,11 @@ def draft_plan(
         for site in subject.sites:
             choice = assignment[site.name]
             if choice != AS_LOADED:
-                tensors |= quantizer.tensors(site.name, choice)
+                tensors |= learned.quantizer.tensors(site.name, choice)
             stage.advance()
+    for value_site in subject.value_sites:
+        if values is not None and assignment[value_site.name] != AS_LOADED:
+            tensors |= values.tensors_of(value_site, assignment[value_site.name])
     splits = subject.splits
     plan = Plan(
         model=ModelInfo(
@@ -69,6 +80,11 @@ def draft_plan(
         seed=settings.seed,
         options=SearchOptions(
             schemes=settings.schemes,
+            roundings=settings.roundings or (),
+            transforms=settings.transforms or (),
+            value_schemes=settings.value_schemes if subject.value_sites else (),
+            engine=None if settings.engine is None else settings.engine.name,
+            effort=settings.effort,
             include_head=settings.include_head,
             sequence_length=settings.sequence_length,
             calibration_tokens=settings.tokens,
@@ -77,7 +93,10 @@ def draft_plan(
         calibration=_text_info(splits.calibrate),
         repair=_text_info(splits.repair),
         evaluation=_text_info(splits.final),
-        sites=tuple(_site_choice(site, assignment, mended, settings, subject) for site in subject.sites),
+        sites=(
+            *(_weight_choice(site, mended, settings, subject, learned) for site in subject.sites),
+            *(_value_choice(site, mended, settings) for site in subject.value_sites),
+        ),
         summary=Summary(
             effective_bits=prices.effective_bits(assignment),
             nominal_bits=prices.nominal_bits(assignment),
@@ -91,18 +110,28 @@ def draft_plan(
         limit_studies=study_limits(problem, settings.budget, settings.objective, mended.max_total_kl),
         latency=predict_latency(prices, assignment),
         device_memory=device_memory(prices, assignment),
-        notes=(*_notes(subject, assignment, settings, mended.unreachable), *mended.notes),
+        ruled_out=subject.choices.ruled_out,
+        notes=(
+            *_notes(subject, assignment, settings, mended.unreachable),
+            *_few_tokens(learned),
+            *mended.notes,
+        ),
         versions=_versions(),
     )
     return plan.attach(tensors=tensors)
 
 
-def _site_choice(
-    site: Site, assignment: Assignment, mended: Mended, settings: Settings, subject: Subject
-) -> SiteChoice:
-    choice, prices = assignment[site.name], subject.prices
-    num_bytes = prices.site_bytes(site, choice)
-    loaded_format = subject.loaded.loaded_format[site.parameter]
+def _weight_choice(site: Site, mended: Mended, settings: Settings, subject: Subject, learned: Learned) -> SiteChoice:
+    choice = mended.assignment[site.name]
+    num_bytes = subject.prices.site_bytes(site, choice)
+    left = subject.choices.candidates.get(site.name)
+    kept = why_kept(
+        site,
+        subject.loaded.loaded_format[site.parameter],
+        include_head=settings.include_head,
+        reached=learned.too_few.get(site.name),
+        ruled_out=None if left else _first_reason(site, settings),
+    )
     return SiteChoice(
         name=site.name,
         kind=site.kind,
@@ -114,16 +143,37 @@ def _site_choice(
         scheme=choice.scheme,
         rounding=choice.rounding,
         transform=choice.transform,
-        reason=reason_for(
-            site,
-            choice,
-            mended,
-            asked=(settings.budget, settings.objective),
-            loaded_format=loaded_format,
-            include_head=settings.include_head,
-        ),
+        reason=reason_for(site, choice, mended, asked=(settings.budget, settings.objective), why_kept=kept),
         bytes=num_bytes,
         bits=8 * num_bytes / site.num_weights,
+        predicted_kl=mended.problem.site_kl(site, choice),
+    )
+
+
+def _first_reason(site: Site, settings: Settings) -> str | None:
+    """Why the first scheme is ruled out at a site; None where it is not."""
+    device = settings.device if settings.device_rules else None
+    return why_not(site, SCHEMES[settings.candidates[0].scheme], device=device, engine=settings.engine)
+
+
+def _value_choice(site: ValueSite, mended: Mended, settings: Settings) -> SiteChoice:
+    choice, prices = mended.assignment[site.name], mended.problem.prices
+    scheme = None if choice == AS_LOADED else VALUE_SCHEMES[choice.scheme]
+    kept = "left as the reference computes it: no calibration token reached it, or every choice is ruled out here"
+    return SiteChoice(
+        name=site.name,
+        kind=site.kind,
+        role=site.role,
+        module=site.module,
+        rows=None,
+        tied_group=site.tied_group,
+        shape=site.shape,
+        scheme=choice.scheme,
+        rounding=choice.rounding,
+        transform=choice.transform,
+        reason=reason_for(site, choice, mended, asked=(settings.budget, settings.objective), why_kept=kept),
+        bytes=int(prices.amounts(site, choice).get("device_bytes", 0)),
+        bits=VALUE_BITS if scheme is None else scheme.stored_bits(site.head_dim),
         predicted_kl=mended.problem.site_kl(site, choice),
     )
 
@@ -168,6 +218,19 @@ def _notes(subject: Subject, assignment: Assignment, settings: Settings, unreach
             "nearest" + ("; --include-head makes embedding and head smaller too" if keeps_ends else "")
         )
     return notes
+
+
+def _few_tokens(learned: Learned) -> list[str]:
+    """Sites that were kept high because too little of the calibration text reached them, by name."""
+    few = learned.too_few
+    if not few:
+        return []
+    named = ", ".join(f"{name} ({count})" for name, count in list(few.items())[:NAMED_SITES])
+    more = f" and {len(few) - NAMED_SITES} more" if len(few) > NAMED_SITES else ""
+    return [
+        f"{len(few)} {'site' if len(few) == 1 else 'sites'} kept in the loaded format, for fewer than {MIN_TOKENS} "
+        f"calibration tokens reached them: {named}{more}; more --tokens, or text that reaches them, makes them a choice"
+    ]
 
 
 def _text_info(text: TextSet) -> TextInfo:

@@ -9,7 +9,7 @@ from bitwright.plan import Budget
 from bitwright.search.candidate import Candidate
 from bitwright.search.limits import cost_quantity
 from bitwright.search.mend import Mended
-from bitwright.search.price import AS_LOADED, END_ROLES, KEPT_ROLES
+from bitwright.search.price import AS_LOADED, END_ROLES, KEPT_ROLES, AnySite
 from bitwright.search.problem import Group
 from bitwright.search.solve import KL, Option, undominated
 
@@ -20,26 +20,17 @@ _AIMS = {
 }
 
 
-def reason_for(
-    site: Site,
-    choice: Candidate,
-    mended: Mended,
-    *,
-    asked: tuple[Budget, str],
-    loaded_format: str,
-    include_head: bool,
-) -> str:
+def reason_for(site: AnySite, choice: Candidate, mended: Mended, *, asked: tuple[Budget, str], why_kept: str) -> str:
     """The reason of one site's choice: what the neighbouring choices would have cost or saved.
 
     Args:
         site, choice: the site and what it got.
         mended: the problem, and what was raised after measuring.
         asked: the budget and the objective.
-        loaded_format: what the checkpoint stores the site in.
-        include_head: whether embedding and head were in question.
+        why_kept: the reason to give where nothing was chosen.
     """
     if choice == AS_LOADED and not any(site in group.sites for group in mended.problem.groups):
-        return _why_kept(site, loaded_format, include_head)
+        return why_kept
     for repair in mended.repairs:
         if repair.site in (site.name, site.tied_group):
             return f"raised from {repair.from_scheme}: {repair.why}"
@@ -60,12 +51,25 @@ def reason_for(
     return f"part of the {_AIMS[asked[1]]}: {'; '.join(parts) or 'the only usable choice'}{_together(group)}"
 
 
-def _why_kept(site: Site, loaded_format: str, include_head: bool) -> str:
+def why_kept(site: Site, loaded_format: str, *, include_head: bool, reached: int | None, ruled_out: str | None) -> str:
+    """Why nothing was chosen for a weight site.
+
+    Args:
+        site: which.
+        loaded_format: what the checkpoint stores it in.
+        include_head: whether embedding and head were in question.
+        reached: calibration tokens that reached it, where they were too few.
+        ruled_out: why nothing is left to choose from, where that is so.
+    """
     kept = f"kept in its loaded format ({loaded_format})"
     if site.role in END_ROLES and not include_head:
         return f"{kept}: --include-head makes it a choice"
     if site.role in KEPT_ROLES:
         return f"{kept}: its error moves tokens between experts"
+    if ruled_out is not None:
+        return f"{kept}: every choice is ruled out here, {ruled_out}"
+    if reached:
+        return f"{kept}: only {reached} calibration tokens reached it, too few to choose by"
     return f"{kept}: no calibration token reached it, so nothing is known of it"
 
 

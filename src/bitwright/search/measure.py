@@ -12,13 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from bitwright.inference import emulate
+from bitwright.inference import Counters, emulate
 from bitwright.models import Site
+from bitwright.models.value_sites import ValueSite
 from bitwright.search.cache import Cache
 from bitwright.search.output import Effects, Output, Reference
 from bitwright.search.price import AS_LOADED, Assignment
 from bitwright.search.progress import Stage
 from bitwright.search.quantizer import Quantizer
+from bitwright.search.value_scores import ValueLearned
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,6 +33,9 @@ class Meter:
     output: Output
     reference: Reference
     cache: Cache
+    #: Value sites in question, and what they run with.
+    value_sites: Sequence[ValueSite] = ()
+    values: ValueLearned | None = None
 
     def kl(self, assignment: Assignment, num_sequences: int, stage: Stage) -> float:
         """Mean KL on the first `num_sequences` sequences, nats; sites that are not named stay as loaded."""
@@ -43,9 +48,17 @@ class Meter:
         self.cache.write_measured({**self.cache.read_measured(), key: measured})
         return measured
 
-    def effects(self, assignment: Assignment, num_sequences: int | None, stage: Stage) -> Effects:
-        """Everything a comparison tells, per sequence."""
-        with torch.no_grad(), emulate(self.model, self.sites, self.quantizer.rules(assignment)) as model:
+    def effects(
+        self, assignment: Assignment, num_sequences: int | None, stage: Stage, counters: Counters | None = None
+    ) -> Effects:
+        """Everything a comparison tells, per sequence; overflows before the cast are added to `counters`."""
+        of_weights = {site.name: assignment[site.name] for site in self.sites if site.name in assignment}
+        rules = self.quantizer.rules(of_weights)
+        values = self.values.rules(self.value_sites, assignment) if self.values is not None else None
+        with (
+            torch.no_grad(),
+            emulate(self.model, self.sites, rules, values=values, counters=counters) as model,
+        ):
             return self.output.compare(self.reference, model, stage, num_sequences)
 
     def _digest(self, assignment: Assignment, num_sequences: int) -> str:

@@ -9,6 +9,7 @@ its evidence are returned.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bitwright.models.loaded import LoadedModel
@@ -19,12 +20,14 @@ from bitwright.search.learn import Learned, learn
 from bitwright.search.limits import judge, quantity_of, value_of
 from bitwright.search.measure import Meter
 from bitwright.search.mend import Mended, mend
-from bitwright.search.price import END_ROLES, KEPT_ROLES
+from bitwright.search.price import AS_LOADED
 from bitwright.search.probe import measure_roles, probe
 from bitwright.search.progress import Progress, Silent
 from bitwright.search.settings import Settings, default_schemes, first_aim, settle
-from bitwright.search.subject import Subject, known_reference, known_reference_facts, open_subject
+from bitwright.search.subject import Subject, kept_roles, known_reference, known_reference_facts, open_subject
 from bitwright.search.uniform import compare_with_uniform
+from bitwright.search.value_learn import learn_values
+from bitwright.search.value_scores import ValueLearned
 from bitwright.search.verify import lasting_path, prove, verify
 
 __all__ = ["default_schemes", "optimize", "verify"]
@@ -36,6 +39,8 @@ def optimize(
     budget: Budget | None = None,
     workload: Workload | None = None,
     hardware: str | None = None,
+    device_file: str | Path | None = None,
+    engine: str | None = None,
     task: str = "text",
     calibration: str | Path = "docs",
     evaluation: str | Path = "docs",
@@ -45,6 +50,11 @@ def optimize(
     include_head: bool = False,
     objective: str | None = None,
     schemes: Sequence[str] | None = None,
+    roundings: Sequence[str] | None = None,
+    transforms: Sequence[str] | None = None,
+    values: str = "auto",
+    effort: str = "default",
+    site_file: str | Path | None = None,
     seed: int = 0,
     cache: Path | str | None = "default",
     progress: Progress | None = None,
@@ -57,6 +67,8 @@ def optimize(
         budget: limits; none means a KL of at most 0.02 nats per token.
         workload: the context and the batch that bytes on the device and times are stated for.
         hardware: a device of `bitwright hardware`; by default the machine at hand.
+        device_file: a device of one's own, in place of `hardware`.
+        engine: a serving engine whose rules hold too; see `bitwright engines`.
         task: "text" scores every token, "chat" the assistant's.
         calibration, evaluation: a built-in set or a .txt, .jsonl or .parquet file.
         tokens: calibration tokens.
@@ -65,7 +77,11 @@ def optimize(
         sequence_length: tokens per sequence.
         include_head: choose for the embedding and the output head too.
         objective: "memory", "kl" or "latency"; by default what the budget leaves open.
-        schemes: names to choose from; see `default_schemes`.
+        schemes: names to choose from, of weights and of values; see `default_schemes`.
+        roundings, transforms: names to choose from; by default those that are worth trying under each scheme.
+        values: which values are in question: "none", "cache", "all", or "auto" (the cache under a context).
+        effort: "default", or "high": every rounding is tried, the slow ones too.
+        site_file: names the sites of a model in which none are found.
         seed: of splits, sampled labels and resampling.
         cache: folder of statistics and scores; None keeps nothing.
         progress: shows the stages.
@@ -83,10 +99,17 @@ def optimize(
         objective=objective,
         workload=workload if workload is not None else Workload(),
         hardware=hardware,
+        device_file=device_file,
+        engine=engine,
         task=task,
         calibration=calibration,
         evaluation=evaluation,
         schemes=schemes,
+        roundings=roundings,
+        transforms=transforms,
+        values=values,
+        effort=effort,
+        site_file=site_file,
         include_head=include_head,
         tokens=tokens,
         evaluation_tokens=evaluation_tokens,
@@ -94,8 +117,8 @@ def optimize(
         seed=seed,
     )
     subject = open_subject(model, settings, cache=cache, allow_pickle=allow_pickle, progress=clock)
-    learned = learn_scores(subject, settings, clock)
-    meter = open_meter(subject, learned, clock)
+    learned, learned_values = learn_scores(subject, settings, clock)
+    meter = open_meter(subject, learned, learned_values, clock)
     problem, probes = probe(subject, settings, learned, meter, clock)
     mended = mend(
         problem,
@@ -107,7 +130,7 @@ def optimize(
         progress=clock,
     )
     roles = measure_roles(mended.problem, mended.assignment, meter, clock)
-    plan = draft_plan(subject, settings, mended, (*probes, *roles), meter.quantizer, clock)
+    plan = draft_plan(subject, settings, mended, (*probes, *roles), learned, learned_values, clock)
     plan = plan.replace(uniform=compare_with_uniform(mended, meter, seed, clock))
     proved = _prove(plan, subject, mended, clock)
     paths = {
@@ -118,23 +141,39 @@ def optimize(
     return proved.attach(run=clock.run(paths))
 
 
-def learn_scores(subject: Subject, settings: Settings, progress: Progress) -> Learned:
-    """Scores of every candidate at every site that is in question."""
-    kept = KEPT_ROLES if settings.include_head else KEPT_ROLES | END_ROLES
-    wanted = [site for site in subject.sites if site.role not in kept]
-    return learn(
+def learn_scores(subject: Subject, settings: Settings, progress: Progress) -> tuple[Learned, ValueLearned | None]:
+    """Scores of every choice that is left at every site that is in question, and what value sites run with."""
+    wanted = [site for site in subject.sites if site.role not in kept_roles(settings)]
+    learned = learn(
         subject.loaded.model,
         wanted,
         subject.splits.calibrate,
-        settings.candidates,
+        subject.choices.of_weights(wanted),
         seed=settings.seed,
         cache=subject.cache,
         progress=progress,
         output=subject.output,
     )
+    if not subject.value_sites:
+        return replace(learned, scores=subject.choices.allowed(learned.scores)), None
+    values = learn_values(
+        subject.loaded.model,
+        subject.sites,
+        subject.value_sites,
+        subject.splits.calibrate,
+        settings.value_schemes,
+        seed=settings.seed,
+        cache=subject.cache,
+        progress=progress,
+        output=subject.output,
+    )
+    staying = {AS_LOADED: 0.0} if settings.values_may_stay else {}
+    of_values = {name: {**staying, **kls} for name, kls in values.scores.items()}
+    scores = subject.choices.allowed({**learned.scores, **of_values})
+    return replace(learned, scores=scores, overflows={**learned.overflows, **values.overflows}), values
 
 
-def open_meter(subject: Subject, learned: Learned, progress: Progress) -> Meter:
+def open_meter(subject: Subject, learned: Learned, values: ValueLearned | None, progress: Progress) -> Meter:
     """What measures assignments on the repair text."""
     return Meter(
         model=subject.loaded.model,
@@ -143,6 +182,8 @@ def open_meter(subject: Subject, learned: Learned, progress: Progress) -> Meter:
         output=subject.output,
         reference=known_reference(subject, subject.splits.repair, progress),
         cache=subject.cache,
+        value_sites=subject.value_sites,
+        values=values,
     )
 
 

@@ -101,6 +101,12 @@ class Prices:
         return found
 
     @property
+    def num_values(self) -> int:
+        """Values per token that choices could round: inputs of the decoder's linears, and values at value sites."""
+        inputs = sum(site.shape[1] for site in self.decoder_sites)
+        return inputs + sum(site.width * len(site.operands) for site in self.value_sites)
+
+    @property
     def fixed(self) -> Amounts:
         """Every quantity of what is no site."""
         return {

@@ -9,10 +9,11 @@ from dataclasses import replace
 from bitwright.models import Site
 from bitwright.plan import Prediction
 from bitwright.quantize import SCHEMES
-from bitwright.search.correct import Probe, choose_role_probes, fit_roles
+from bitwright.search.candidate import Candidate
+from bitwright.search.correct import Probe, choose_role_probes, fit_roles, label_of
 from bitwright.search.learn import Learned
 from bitwright.search.measure import Meter
-from bitwright.search.price import AS_LOADED, Assignment
+from bitwright.search.price import AS_LOADED, AnySite, Assignment
 from bitwright.search.problem import Problem, build_problem
 from bitwright.search.progress import Progress
 from bitwright.search.settings import Settings
@@ -32,8 +33,13 @@ def probe(
     """Measure one probe a role and a few whole assignments; return the corrected problem and what was predicted."""
     num_sequences = meter.reference.text.num_sequences
     count = min(ROLE_PROBE_SEQUENCES, num_sequences)
-    scored_sites = [site for site in subject.sites if site.name in learned.scores]
-    role_probes = choose_role_probes(scored_sites, learned.scores, settings.candidates)
+    everywhere: tuple[AnySite, ...] = (*subject.sites, *subject.value_sites)
+    scored = [site for site in everywhere if site.name in learned.scores]
+    of_values = [site for site in scored if site.kind != "weight"]
+    role_probes = {
+        **choose_role_probes([s for s in scored if s.kind == "weight"], learned.scores, settings.candidates),
+        **choose_role_probes(of_values, learned.scores, _value_choices(of_values, learned)),
+    }
     probes: list[Probe] = []
     with progress.stage("probe the roles", count * len(role_probes)) as stage:
         for role, assignment in role_probes.items():
@@ -59,7 +65,14 @@ def probe(
         )
         for p in probes
     ]
-    problem = build_problem(subject.prices, learned.scores, fit_roles(probes), include_head=settings.include_head)
+    problem = build_problem(
+        subject.prices,
+        learned.scores,
+        fit_roles(probes),
+        include_head=settings.include_head,
+        ties=subject.choices.ties,
+        overflows=learned.overflows,
+    )
     points = problem.front()
     correction = problem.correction
     chosen = _spread_over(points, TOTAL_PROBE_KLS)
@@ -83,11 +96,12 @@ def probe(
 def measure_roles(problem: Problem, assignment: Assignment, meter: Meter, progress: Progress) -> tuple[Prediction, ...]:
     """Every role alone, all its sites as assigned: what each part of a plan costs, predicted and measured."""
     count = min(ROLE_PROBE_SEQUENCES, meter.reference.text.num_sequences)
-    by_role: dict[str, list[Site]] = {}
+    by_role: dict[str, list[AnySite]] = {}
     joint = _roles_with_one_input(problem.prices.sites, assignment)
-    for site in problem.prices.sites:
+    for site in problem.prices.all_sites:
         if assignment[site.name] != AS_LOADED:
-            by_role.setdefault(joint.get(site.role, site.role), []).append(site)
+            label = label_of(site)
+            by_role.setdefault(joint.get(label, label) if site.kind == "weight" else label, []).append(site)
     predictions = []
     with progress.stage("measure each role", count * len(by_role)) as stage:
         for role, sites in by_role.items():
@@ -102,6 +116,12 @@ def measure_roles(problem: Problem, assignment: Assignment, meter: Meter, progre
                 )
             )
     return tuple(predictions)
+
+
+def _value_choices(sites: Sequence[AnySite], learned: Learned) -> tuple[Candidate, ...]:
+    """Every choice of a value site but that of leaving it alone."""
+    found = dict.fromkeys(c for site in sites for c in learned.scores[site.name])
+    return tuple(candidate for candidate in found if candidate != AS_LOADED)
 
 
 def _roles_with_one_input(sites: Sequence[Site], assignment: Assignment) -> dict[str, str]:

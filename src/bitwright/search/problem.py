@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from bitwright.plan import QUALITY_LIMITS, Budget
 from bitwright.quantize import SCHEMES
 from bitwright.search.candidate import Candidate
-from bitwright.search.correct import Correction
+from bitwright.search.correct import Correction, label_of
 from bitwright.search.limits import largest_sums, objective_quantity, quantity_of, sum_of
 from bitwright.search.price import AS_LOADED, END_ROLES, Amounts, AnySite, Assignment, Prices
 from bitwright.search.score import Scores
@@ -65,7 +65,7 @@ class Problem:
 
     def site_kl(self, site: AnySite, choice: Candidate) -> float:
         """Predicted KL of one site alone, nats per token."""
-        return 0.0 if choice == AS_LOADED else self.correction.site(site.role, self.scores[site.name][choice])
+        return 0.0 if choice == AS_LOADED else self.correction.site(label_of(site), self.scores[site.name][choice])
 
     def site_sum(self, assignment: Assignment) -> float:
         """Sum of the sites' predicted KLs."""
@@ -147,14 +147,15 @@ def build_problem(
         correction: what probes say of predictions.
         include_head: whether embedding and head are in question.
         ties: site → name of a group that has to agree, beside the sites' own tied groups (an engine's fused layers).
-        overflows: site → choice → expected overflows per million values; none where absent.
+        overflows: site → choice → expected overflows per scored prediction; none where absent.
     """
-    overflows = overflows or {}
+    per_million = 1e6 / max(1, prices.num_values)
+    rates = {name: {c: per_million * n for c, n in of_site.items()} for name, of_site in (overflows or {}).items()}
     chosen = [s for s in prices.all_sites if s.name in scores and (include_head or s.role not in END_ROLES)]
     groups = tuple(
         group
         for sites in _tied(chosen, ties or {})
-        if (group := _group(sites, prices, scores, correction, overflows)).options
+        if (group := _group(sites, prices, scores, correction, rates)).options
     )
     in_question = {site.name for group in groups for site in group.sites}
     fixed: Counter[str] = Counter(prices.fixed)
@@ -167,7 +168,7 @@ def build_problem(
         correction=correction,
         scores=scores,
         fixed=dict(fixed),
-        overflows=overflows,
+        overflows=rates,
     )
 
 
@@ -245,7 +246,7 @@ def _joint_choices(
                 ),
             )
             for candidate, raw in scores[site.name].items()
-            if _agreement(site, candidate) == terms and math.isfinite(kl := correction.site(site.role, raw))
+            if _agreement(site, candidate) == terms and math.isfinite(kl := correction.site(label_of(site), raw))
         ]
         joint = _undominated([_together(left, right) for left in joint for right in _undominated(own)])
     return joint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +10,14 @@ from bitwright.errors import BudgetError, DataError
 from bitwright.models import Site, find_sites
 from bitwright.models.load import load
 from bitwright.models.loaded import LoadedModel
+from bitwright.models.value_sites import ValueSite, find_value_sites
+from bitwright.plan import QUALITY_LIMITS, Budget
 from bitwright.search.cache import Cache, default_folder, open_cache
+from bitwright.search.candidate import Candidate
+from bitwright.search.choices import Choices, find_choices
+from bitwright.search.limits import quantity_of, sum_of, value_of
 from bitwright.search.output import Output, Reference, open_output, raise_if_not_measurable
-from bitwright.search.price import Prices, price_model
+from bitwright.search.price import AS_LOADED, END_ROLES, KEPT_ROLES, AnySite, Prices, price_model
 from bitwright.search.progress import Progress
 from bitwright.search.settings import Settings
 from bitwright.search.speaker import Speaker
@@ -25,7 +31,11 @@ class Subject:
 
     loaded: LoadedModel
     sites: tuple[Site, ...]
+    #: Value sites in question.
+    value_sites: tuple[ValueSite, ...]
     prices: Prices
+    #: What can be chosen where.
+    choices: Choices
     splits: Splits
     #: What is compared.
     output: Output
@@ -53,13 +63,28 @@ def open_subject(
         ModelError, DataError: what cannot be read or cut.
     """
     with progress.stage("load", 1) as stage:
-        loaded = model if isinstance(model, LoadedModel) else load(model, allow_pickle=allow_pickle, seed=settings.seed)
+        loaded = (
+            model
+            if isinstance(model, LoadedModel)
+            else load(model, allow_pickle=allow_pickle, seed=settings.seed, site_file=settings.site_file)
+        )
         stage.advance()
     _raise_if_too_long(loaded, settings)
     output = open_output(settings.task, loaded)
     raise_if_not_measurable(settings.budget, output, settings.task)
-    sites = find_sites(loaded.model)
-    prices = price_model(loaded, sites, device=settings.device, workload=settings.workload)
+    sites = find_sites(loaded.model, settings.site_file)
+    prices, value_sites = _price(loaded, sites, settings)
+    in_question = [site for site in sites if site.role not in kept_roles(settings)]
+    choices = find_choices(
+        in_question,
+        value_sites,
+        settings.candidates,
+        settings.value_schemes,
+        device=settings.device if settings.device_rules else None,
+        engine=settings.engine,
+        sequence_length=settings.sequence_length,
+    )
+    raise_if_below_floor(prices, choices, settings.budget)
     folder = default_folder() if cache == "default" else None if cache is None else Path(cache)
     with progress.stage("read the text", 1) as stage:
         splits = split_text(
@@ -84,7 +109,9 @@ def open_subject(
     return Subject(
         loaded=loaded,
         sites=sites,
+        value_sites=value_sites,
         prices=prices,
+        choices=choices,
         splits=splits,
         output=output,
         cache=open_cache(
@@ -95,6 +122,55 @@ def open_subject(
             include_head=settings.include_head,
         ),
     )
+
+
+def kept_roles(settings: Settings) -> frozenset[str]:
+    """Roles of weight sites that are not in question."""
+    return KEPT_ROLES if settings.include_head else KEPT_ROLES | END_ROLES
+
+
+def _price(loaded: LoadedModel, sites: Sequence[Site], settings: Settings) -> tuple[Prices, tuple[ValueSite, ...]]:
+    """Prices, with all value sites where bytes or times depend on them; and the value sites that are in question."""
+    wanted = settings.value_roles is None or bool(settings.value_roles)
+    found = find_value_sites(loaded.model) if wanted or settings.workload.context is not None else ()
+    prices = price_model(loaded, sites, value_sites=found, device=settings.device, workload=settings.workload)
+    if not wanted:
+        return prices, ()
+    return prices, tuple(s for s in found if settings.value_roles is None or s.role in settings.value_roles)
+
+
+def raise_if_below_floor(prices: Prices, choices: Choices, budget: Budget) -> None:
+    """Refuse a limit on time that no choice can keep: it needs no statistics to know that.
+
+    The floor is what the fastest allowed choice of every site takes by the roofline of the device.
+
+    Raises:
+        BudgetError: the limit lies below the floor, which is stated.
+    """
+    floors = {
+        quantity: sum(
+            min(prices.amounts(site, c).get(quantity, 0.0) for c in _options(site, choices))
+            for site in prices.all_sites
+        )
+        for quantity in ("decode_s", "prefill_s")
+    }
+    for name, limit in budget.limits.items():
+        if name in QUALITY_LIMITS or quantity_of(name) not in floors:
+            continue
+        floor = floors[quantity_of(name)]
+        if sum_of(name, limit, prices) < floor:
+            device = "" if prices.device is None else f" on {prices.device.name}"
+            raise BudgetError(
+                f"{name} of {limit:g} is out of reach{device}: the roofline's floor, with the fastest allowed choice "
+                f"of every site, is {value_of(name, floor, prices):.4g}; do not ask for more, allow schemes with "
+                "fewer bits, or plan for a faster device"
+            )
+
+
+def _options(site: AnySite, choices: Choices) -> Sequence[Candidate]:
+    """What a site can come to; a value site may stay as it is."""
+    allowed = choices.candidates.get(site.name, ())
+    return (*allowed, AS_LOADED) if site.kind != "weight" or not allowed else allowed
 
 
 def _raise_if_too_long(loaded: LoadedModel, settings: Settings) -> None:
