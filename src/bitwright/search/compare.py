@@ -8,13 +8,14 @@ For every scored token, with p the reference (the loaded weights run in fp32) an
 
 The reference is not run again for every plan. Where the model's logits are nothing but its head applied to the head's
 input (checked on the first batch), the head's inputs are kept (hidden · 4 bytes a token, not vocabulary · 4) and the
-logits are computed from them; otherwise an unchanged copy of the model runs beside the plan.
+logits are computed from them; otherwise an unchanged copy of the model runs beside the plan, or, where memory is short,
+the logits lie on disk.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 
 from bitwright.errors import ModelError
 from bitwright.models.loaded import has_head
+from bitwright.models.spool import Kept, Spool
 from bitwright.search.output import Array
 from bitwright.search.progress import Stage
 from bitwright.search.text import TextSet
@@ -66,8 +68,11 @@ class Reference:
     #: None where no linear layer makes the logits.
     head_weight: Tensor | None
     head_bias: Tensor | None
-    #: An unchanged copy of the model, which computes the logits where `head_inputs` is None.
+    #: Where `head_inputs` is None, either an unchanged copy of the model, which computes the logits, or the logits of
+    #: each batch on disk: first sequence → where they lie.
     model: nn.Module | None = None
+    spool: Spool | None = None
+    spooled: Mapping[int, Kept] = field(default_factory=dict)
 
     @property
     def kept(self) -> Tensor | None:
@@ -75,9 +80,11 @@ class Reference:
         return self.head_inputs
 
     def logits(self, rows: slice) -> Tensor:
-        """fp32 [sequences in rows, length, vocabulary]."""
+        """fp32 [sequences in rows, length, vocabulary]; rows begin as one of the `batches` does."""
         if self.head_inputs is not None and self.head_weight is not None:
             return F.linear(self.head_inputs[rows], self.head_weight, self.head_bias)
+        if self.spool is not None:
+            return self.spool.read(self.spooled[rows.start])[: rows.stop - rows.start]
         assert self.model is not None
         return run_logits(self.model, self.text.input_ids[rows])
 
@@ -97,7 +104,13 @@ def batches(text: TextSet) -> Iterator[slice]:
 
 
 @torch.no_grad()
-def run_reference(model: nn.Module, text: TextSet, stage: Stage, known_head_inputs: Tensor | None = None) -> Reference:
+def run_reference(
+    model: nn.Module,
+    text: TextSet,
+    stage: Stage,
+    known_head_inputs: Tensor | None = None,
+    spool: Spool | None = None,
+) -> Reference:
     """Run the model as it is and keep what later comparisons need.
 
     Args:
@@ -105,6 +118,7 @@ def run_reference(model: nn.Module, text: TextSet, stage: Stage, known_head_inpu
         text: what it is run on.
         stage: advanced by one per sequence.
         known_head_inputs: the result of an earlier run on the same text; the model is then not run.
+        spool: where logits go that are more than the head's output; None: a copy of the model computes them anew.
 
     Raises:
         ModelError: the model has no output head, or its logits are not finite.
@@ -135,11 +149,22 @@ def run_reference(model: nn.Module, text: TextSet, stage: Stage, known_head_inpu
             or len(captured) != 1
             or not torch.equal(F.linear(captured[0], head_weight, head_bias), logits)
         ):
-            unchanged = copy.deepcopy(model)
             stage.advance(text.num_sequences - rows.stop)
-            return Reference(text=text, head_inputs=None, head_weight=head_weight, head_bias=head_bias, model=unchanged)
+            return Reference(
+                text=text,
+                head_inputs=None,
+                head_weight=head_weight,
+                head_bias=head_bias,
+                model=copy.deepcopy(model) if spool is None else None,
+                spool=spool,
+                spooled={} if spool is None else _spool_logits(model, text, spool),
+            )
         kept.append(captured[0].clone())
     return Reference(text=text, head_inputs=torch.cat(kept), head_weight=head_weight, head_bias=head_bias)
+
+
+def _spool_logits(model: nn.Module, text: TextSet, spool: Spool) -> dict[int, Kept]:
+    return {rows.start: spool.keep(run_logits(model, text.input_ids[rows])) for rows in batches(text)}
 
 
 class _capture_input:

@@ -2,6 +2,9 @@
 
 Only what is missing is worked out. A further scheme costs one more pass over the statistics, a further budget nothing.
 
+With a spool, what calibration saw lies on disk until the scores are known, and codes that are found lie there for the
+rest of the search. Scores and codes are the same.
+
 A site that few tokens reached (an expert that the text does not call for) keeps its loaded format: less than one window
 of tokens is less than one sample of what scores sum, and codes fitted to it would fit noise.
 """
@@ -9,12 +12,14 @@ of tokens is less than one sample of what scores sum, and codes fitted to it wou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from bitwright.models import Site
 from bitwright.models.linear_calls import matrices_of
+from bitwright.models.spool import Spool
 from bitwright.quantize.seen import WINDOW_TOKENS
 from bitwright.search.cache import Cache
 from bitwright.search.calibrate import Output, Statistics, calibrate
@@ -58,26 +63,28 @@ def learn(
     cache: Cache,
     progress: Progress,
     output: Output | None = None,
+    spool: Spool | None = None,
 ) -> Learned:
     """Scores of `candidates` at `sites`."""
     known, overflows, reached = cache.read_scores(), cache.read_overflows(), cache.read_reached()
-    quantizer = Quantizer(shapes={site.name: site.shape for site in sites}, cache=cache)
+    quantizer = Quantizer(shapes={site.name: site.shape for site in sites}, cache=cache, spool=spool)
     missing = [c for c in candidates if c not in known]
     if missing:
-        with progress.stage("calibrate", text.num_sequences) as stage:
-            statistics = calibrate(model, sites, text, seed=seed, stage=stage, output=output)
-        reached = count_tokens(sites, statistics)
-        enough = [site for site in sites if reached[site.name] >= MIN_TOKENS]
-        known |= {c: {} for c in missing}
-        overflows |= {c: {} for c in missing}
-        with progress.stage("score", len(enough)) as stage:
-            optimism = measure_optimism(model, enough, statistics, missing)
-            for found in score(model, enough, statistics, quantizer, missing, optimism):
-                for candidate, kl in found.kl.items():
-                    known[candidate][found.site.name] = kl
-                for candidate, count in found.overflows.items():
-                    overflows[candidate][found.site.name] = count
-                stage.advance()
+        with nullcontext() if spool is None else Spool(spool.folder) as seen:
+            with progress.stage("calibrate", text.num_sequences) as stage:
+                statistics = calibrate(model, sites, text, seed=seed, stage=stage, output=output, spool=seen)
+            reached = count_tokens(sites, statistics)
+            enough = [site for site in sites if reached[site.name] >= MIN_TOKENS]
+            known |= {c: {} for c in missing}
+            overflows |= {c: {} for c in missing}
+            with progress.stage("score", len(enough)) as stage:
+                optimism = measure_optimism(model, enough, statistics, missing)
+                for found in score(model, enough, statistics, quantizer, missing, optimism):
+                    for candidate, kl in found.kl.items():
+                        known[candidate][found.site.name] = kl
+                    for candidate, count in found.overflows.items():
+                        overflows[candidate][found.site.name] = count
+                    stage.advance()
         quantizer.write()
         cache.write_overflows(overflows)
         cache.write_reached(reached)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from bitwright.catalog import Catalog
 from bitwright.errors import BudgetError
 from bitwright.models.loaded import LoadedModel
+from bitwright.models.spool import Spool
 from bitwright.plan import Budget
 from bitwright.search.progress import Stage
 from bitwright.search.task import TASKS
@@ -84,8 +85,19 @@ class Output(Protocol):
             What to backpropagate (0-d, nats), and of how many scored predictions it is the sum.
         """
 
-    def run_reference(self, model: nn.Module, text: TextSet, stage: Stage, known: Tensor | None = None) -> Reference:
-        """Run the unchanged model; `known` is what an earlier run kept. `stage` advances by one per sequence.
+    def run_reference(
+        self,
+        model: nn.Module,
+        text: TextSet,
+        stage: Stage,
+        known: Tensor | None = None,
+        spool: Spool | None = None,
+    ) -> Reference:
+        """Run the unchanged model; `stage` advances by one per sequence.
+
+        Args:
+            known: what an earlier run kept.
+            spool: where what outgrows the memory may go.
 
         Raises:
             ModelError: what the model puts out is not finite; the sequences are named.

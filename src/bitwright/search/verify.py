@@ -8,8 +8,8 @@ What is run is the plan itself, with the scales in its tensors: the same path, w
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from bitwright.inference import Counters, Overflows, emulate_plan
 from bitwright.models import Site, find_sites
 from bitwright.models.load import BUILT_IN, load
 from bitwright.models.loaded import LoadedModel
+from bitwright.models.spool import InMemory, Originals
 from bitwright.plan import Measured, Plan, Repetition
 from bitwright.search.bootstrap import kl_estimate
 from bitwright.search.documents import CALIBRATION_SETS
@@ -43,24 +44,51 @@ class ReferenceFacts:
     repetition: float | None
 
 
-def reference_facts(loaded: LoadedModel, output: Output, reference: Reference, progress: Progress) -> ReferenceFacts:
-    """Measure the bf16 floor and the reference's own repetition."""
+def reference_facts(
+    loaded: LoadedModel,
+    output: Output,
+    reference: Reference,
+    progress: Progress,
+    originals: Originals | None = None,
+) -> ReferenceFacts:
+    """Measure the bf16 floor and the reference's own repetition; `originals` is where weights lie meanwhile."""
     text = reference.text
     with progress.stage("bf16 floor", min(FLOOR_SEQUENCES, text.num_sequences)) as stage:
-        floor = bf16_floor(loaded.model, output, reference, stage)
+        floor = bf16_floor(loaded.model, output, reference, stage, originals)
     return ReferenceFacts(
         bf16_floor_kl=floor, repetition=_repetition(loaded.model, output, text, "reference generations", progress)
     )
 
 
 @torch.no_grad()
-def bf16_floor(model: nn.Module, output: Output, reference: Reference, stage: Stage) -> float:
+def bf16_floor(
+    model: nn.Module, output: Output, reference: Reference, stage: Stage, originals: Originals | None = None
+) -> float:
     """Mean KL of the same weights with the whole model run in bf16: what today's default already costs.
 
     Measured on the first FLOOR_SEQUENCES sequences, which is enough for a figure that plans are only held against.
     """
-    half = copy.deepcopy(model).to(torch.bfloat16)
-    return output.compare(reference, half, stage, FLOOR_SEQUENCES).mean_kl
+    with _in_bf16(model, InMemory() if originals is None else originals) as half:
+        return output.compare(reference, half, stage, FLOOR_SEQUENCES).mean_kl
+
+
+@contextmanager
+def _in_bf16(model: nn.Module, originals: Originals) -> Iterator[nn.Module]:
+    """The model itself, with parameters and buffers in bf16 for the time of the block: a copy would take memory."""
+    buffers = dict(model.named_buffers())
+    kept: list[str] = []
+    try:
+        for name, parameter in model.named_parameters():
+            originals.keep(name, parameter.data)
+            kept.append(name)
+            parameter.data = parameter.data.to(torch.bfloat16)
+        yield model.to(torch.bfloat16)
+    finally:
+        for name in kept:
+            model.get_parameter(name).data = originals.read(name)
+        for name, buffer in buffers.items():
+            module, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(module), own_name, buffer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +112,15 @@ def prove(
     progress: Progress,
     *,
     output: Output,
+    originals: Originals | None = None,
 ) -> Measured:
-    """Measure a plan on the reference's text: KL and what else its output has, with 95 % intervals, and repetition."""
+    """Measure a plan on the reference's text: KL and what else its output has, with 95 % intervals, and repetition.
+
+    `originals` is where weights lie meanwhile.
+    """
     text = reference.text
     counters: Counters = {}
-    with emulate_plan(plan, loaded.model, sites, counters=counters) as model:
+    with emulate_plan(plan, loaded.model, sites, originals=originals, counters=counters) as model:
         with progress.stage("measure the plan", text.num_sequences) as stage:
             effects = output.compare(reference, model, stage)
         rounded = sum(counters.values(), Overflows())

@@ -33,6 +33,7 @@ from torch.nn import functional as F
 from bitwright.errors import ModelError
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.pooling import Pooling
+from bitwright.models.spool import Spool
 from bitwright.plan import EmbeddingFigures, Neighbours
 from bitwright.search.bootstrap import bootstrap
 from bitwright.search.compare import batches
@@ -103,7 +104,12 @@ class Embedding:
 
     @torch.no_grad()
     def run_reference(
-        self, model: nn.Module, text: TextSet, stage: Stage, known: Tensor | None = None
+        self,
+        model: nn.Module,
+        text: TextSet,
+        stage: Stage,
+        known: Tensor | None = None,
+        spool: Spool | None = None,
     ) -> EmbeddingReference:
         """Run the unchanged model on all texts, unless their vectors are known. See `Output`."""
         if known is not None:

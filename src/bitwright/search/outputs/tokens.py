@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from bitwright.errors import ModelError
 from bitwright.models.loaded import LoadedModel, has_head
+from bitwright.models.spool import Spool
 from bitwright.plan import Perplexity
 from bitwright.search import bootstrap
 from bitwright.search.calibrate import SampledTokens
@@ -41,9 +42,16 @@ class Tokens:
         """Σ log p(y_t), y_t drawn from the model's prediction of every scored token."""
         return SampledTokens().log_likelihood(model, ids, scored, generator)
 
-    def run_reference(self, model: nn.Module, text: TextSet, stage: Stage, known: Tensor | None = None) -> Reference:
+    def run_reference(
+        self,
+        model: nn.Module,
+        text: TextSet,
+        stage: Stage,
+        known: Tensor | None = None,
+        spool: Spool | None = None,
+    ) -> Reference:
         """See `compare.run_reference`."""
-        return run_reference(model, text, stage, known)
+        return run_reference(model, text, stage, known, spool)
 
     def compare(
         self, reference: Reference, model: nn.Module, stage: Stage, num_sequences: int | None = None
