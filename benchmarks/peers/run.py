@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -138,14 +139,15 @@ def quantize(place: Place, row_name: str, tool_name: str) -> None:
         )  # fmt: skip
     if done.returncode:
         print(f"  failed, and is left out: see {out / 'log.txt'}", file=sys.stderr)
-        (out / "failed.json").write_text(json.dumps({"reason": _last_line(out / "log.txt")}), encoding="utf-8")
+        (out / "failed.json").write_text(json.dumps({"reason": _reason(out / "log.txt")}), encoding="utf-8")
         return
     evaluate(place, [out], row.group_size, {"load_average": load, "when": machine.now()})
 
 
-def _last_line(log: Path) -> str:
+def _reason(log: Path) -> str:
+    """The last error that a log tells, or its last line."""
     lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    return next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), "".join(lines[-1:]))
 
 
 def _limit(place: Place, row_name: str, tool_name: str) -> list[str]:
