@@ -1,7 +1,8 @@
 """Tensors that lie on disk while nothing needs them, for models that nearly fill the memory.
 
-A spool is one file without a name: it is gone when it is closed, and also when the process is killed, so that nothing
-has to be cleaned up. It only grows; what no longer counts is freed with the whole.
+A spool is one file without a name: it is gone when it is closed, when nothing refers to the spool any more, and when
+the process is killed, so that nothing has to be cleaned up. It only grows; what no longer counts is freed with the
+whole.
 
     with Spool(folder) as spool:
         kept = spool.keep(tensor)
@@ -18,6 +19,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Collection, Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,15 +56,17 @@ class Spool:
         self._end = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
+            with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+                self._descriptor = os.dup(file.fileno())
         except OSError as error:
             raise self._refusal(error) from error
+        self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def __enter__(self) -> Spool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self._close()
 
     def reserve(self, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
         """Room for a tensor; it reads as zeros until it is written."""
@@ -87,7 +91,7 @@ class Spool:
         try:
             while done < len(content):
                 part = content[done : done + _CHUNK_BYTES]
-                done += os.pwrite(self._file.fileno(), part, kept.offset + done)
+                done += os.pwrite(self._descriptor, part, kept.offset + done)
         except OSError as error:
             raise self._refusal(error) from error
 
@@ -103,7 +107,7 @@ class Spool:
         done = 0
         try:
             while done < len(content):
-                count = os.preadv(self._file.fileno(), [content[done : done + _CHUNK_BYTES]], kept.offset + done)
+                count = os.preadv(self._descriptor, [content[done : done + _CHUNK_BYTES]], kept.offset + done)
                 if count == 0:  # behind the end of the file: reserved and never written
                     return
                 done += count

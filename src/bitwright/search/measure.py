@@ -14,6 +14,7 @@ from torch import nn
 
 from bitwright.inference import Counters, emulate
 from bitwright.models import Site
+from bitwright.models.spool import Originals
 from bitwright.models.value_sites import ValueSite
 from bitwright.search.cache import Cache
 from bitwright.search.output import Effects, Output, Reference
@@ -36,6 +37,8 @@ class Meter:
     #: Value sites in question, and what they run with.
     value_sites: Sequence[ValueSite] = ()
     values: ValueLearned | None = None
+    #: Where weights lie while others stand in their place; None: in memory.
+    originals: Originals | None = None
 
     def kl(self, assignment: Assignment, num_sequences: int, stage: Stage) -> float:
         """Mean KL on the first `num_sequences` sequences, nats; sites that are not named stay as loaded."""
@@ -57,7 +60,7 @@ class Meter:
         values = self.values.rules(self.value_sites, assignment) if self.values is not None else None
         with (
             torch.no_grad(),
-            emulate(self.model, self.sites, rules, values=values, counters=counters) as model,
+            emulate(self.model, self.sites, rules, values=values, originals=self.originals, counters=counters) as model,
         ):
             return self.output.compare(self.reference, model, stage, num_sequences)
 
