@@ -99,6 +99,8 @@ class _Search:
         self._codes = _codes_of(scheme.format)
         self._found_NK = torch.empty(rows, columns)
         self._scales = tried
+        #: E H of the errors E = value − weight, once it is known.
+        self._slopes_NK: Tensor | None = None
 
     @staticmethod
     def of(weight_NK: Tensor, scheme: TensorScheme, curvature: Curvature, effort: Effort) -> _Search:
@@ -163,7 +165,9 @@ class _Search:
     def refine(self, num_passes: int) -> None:
         """Steps 2 and 3."""
         matrix_KK = self._curvature.matrix_KK
-        slopes_NK = ((self.result().dequantize() - self._weight_NK) @ matrix_KK).contiguous()
+        if self._slopes_NK is None:
+            self._slopes_NK = ((self.result().dequantize() - self._weight_NK) @ matrix_KK).contiguous()
+        slopes_NK = self._slopes_NK
         if _scales_are_free(self._scheme):
             self._fit_scales(slopes_NK)
         factors, _ = _factors(self._scales, self._scheme)
@@ -172,31 +176,49 @@ class _Search:
             kernels.change_codes_parallel,
             (slopes_NK.numpy(), self._found_NK.numpy()),
             slopes_NK.shape[0],
-            (matrix_KK.numpy(), factors.contiguous().numpy(), self._width, self._codes, num_passes),
+            (
+                matrix_KK.numpy(),
+                matrix_KK.diagonal().reciprocal().numpy(),
+                factors.contiguous().numpy(),
+                self._width,
+                self._codes,
+                num_passes,
+            ),
             slopes_NK.numel() * num_passes,
         )
 
     def _fit_scales(self, slopes_NK: Tensor) -> None:
-        """Each group's least-squares scale, the others held; slopes are kept up to date."""
-        assert self._scheme.scaling is not None
+        """Each group's least-squares scale, the others held; slopes are kept up to date, block by block."""
         matrix_KK = self._curvature.matrix_KK
         scale_NG = self._scales.scale.clone()
-        for group in range(scale_NG.shape[1]):
-            columns = slice(group * self._width, min((group + 1) * self._width, slopes_NK.shape[1]))
-            codes_Ng = self._found_NK[:, columns]
-            moved_NK = codes_Ng @ matrix_KK[columns]
-            bend_N = (moved_NK[:, columns] * codes_Ng).sum(1)
-            slope_N = (slopes_NK[:, columns] * codes_Ng).sum(1)
-            old_N = scale_NG[:, group]
-            step_N = torch.where(bend_N > 0, slope_N / bend_N, 0.0)
-            # a scale stored anew is rounded: it stays where that would do more damage than it saves
-            new_N = round_stored(old_N - step_N, self._scheme.scaling.scale_format)
-            change_N = new_N - old_N
-            gains_N = change_N * (slope_N + 0.5 * change_N * bend_N) < 0
-            change_N = torch.where(gains_N & (new_N != 0), change_N, 0.0)
-            slopes_NK += change_N.unsqueeze(1) * moved_NK
-            scale_NG[:, group] = old_N + change_N
+        per_block = max(1, BLOCK_COLUMNS // self._width)
+        for first in range(0, scale_NG.shape[1], per_block):
+            block = slice(first * self._width, min((first + per_block) * self._width, slopes_NK.shape[1]))
+            codes_NB, matrix_BB = self._found_NK[:, block], matrix_KK[block, block]
+            slopes_NB = slopes_NK[:, block].clone()
+            errors_NB = torch.empty_like(codes_NB)
+            for start in range(0, codes_NB.shape[1], self._width):
+                group = slice(start, min(start + self._width, codes_NB.shape[1]))
+                codes_Ng = codes_NB[:, group]
+                moved_NB = codes_Ng @ matrix_BB[group]
+                bend_N = (moved_NB[:, group] * codes_Ng).sum(1)
+                slope_N = (slopes_NB[:, group] * codes_Ng).sum(1)
+                change_N = self._scale_change(scale_NG[:, first + start // self._width], slope_N, bend_N).unsqueeze(1)
+                slopes_NB.addcmul_(change_N, moved_NB)
+                torch.mul(codes_Ng, change_N, out=errors_NB[:, group])
+                scale_NG[:, first + start // self._width] += change_N.squeeze(1)
+            slopes_NK.addmm_(errors_NB, matrix_KK[block])
         self._scales = replace(self._scales, scale=scale_NG)
+
+    def _scale_change(self, old_N: Tensor, slope_N: Tensor, bend_N: Tensor) -> Tensor:
+        """To the scale, as it is stored, of the least damage old + slope · change + ½ bend · change²."""
+        assert self._scheme.scaling is not None
+        step_N = torch.where(bend_N > 0, slope_N / bend_N, 0.0)
+        # a scale stored anew is rounded: it stays where that would do more damage than it saves
+        new_N = round_stored(old_N - step_N, self._scheme.scaling.scale_format)
+        change_N = new_N - old_N
+        gains_N = change_N * (slope_N + 0.5 * change_N * bend_N) < 0
+        return torch.where(gains_N & (new_N != 0), change_N, 0.0)
 
     def result(self) -> QTensor:
         """What was found."""

@@ -14,6 +14,8 @@ import numba
 import numpy as np
 from numba import njit
 
+from bitwright.quantize.feedback_lanes import LANES, feed_column, round_column
+
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 
@@ -50,45 +52,53 @@ def feed_back_block(  # type: ignore[no-untyped-def]
     """Codes of a block of columns; of the scales that are tried for a group, those whose codes do the least damage.
 
     aims: what columns aim at after all earlier blocks; weights: what they are, fp32 [N, B]. feedback [B, B] and pivots
-    [B]: the block's part of `Curvature`. scales, shifts: fp32 [S, N, G], value = code · scale + shift. width: columns
-    of a group. Written: found and errors (weight − value), fp32 [N, B]; best, the index of the scale, int64 [N, G].
+    [B]: the block's part of `Curvature`. scales, shifts: fp32 [S, N, G], value = code · scale + shift, S ≤ LANES.
+    width: columns of a group. Written: found and errors (weight − value), fp32 [N, B]; best, the index of the scale,
+    int64 [N, G].
     """
     num_columns = aims.shape[1]
     num_tries, _, num_groups = scales.shape
-    for n in range(first, last):
-        aim = aims[n].copy()
-        tried = np.empty(num_columns, np.float32)
-        code = np.empty(num_columns, np.float32)
+    num_rows = LANES // num_tries
+    aim = np.empty((num_rows, num_columns), np.float32)
+    code = np.empty((num_columns, LANES), np.float32)
+    tried = np.empty((num_columns, LANES), np.float32)
+    target = np.empty((num_columns, LANES), np.float32)
+    scale, shift = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    inverse, damage = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    for n in range(first, last, num_rows):
+        rows = min(num_rows, last - n)
+        aim[:rows] = aims[n : n + rows]
         for g in range(num_groups):
             start = g * width
             stop = min(num_columns, start + width)
-            least = np.float32(np.inf)
-            for s in range(num_tries):
-                scale, shift = scales[s, n, g], shifts[s, n, g]
-                inverse = np.float32(0.0) if scale == 0.0 else np.float32(1.0) / scale
-                damage = np.float32(0.0)
-                tried[start:stop] = aim[start:stop]
+            for lane in range(LANES):  # lanes to spare do the last row's work again
+                row, s = min(lane // num_tries, rows - 1), lane % num_tries
+                scale[lane], shift[lane] = scales[s, n + row, g], shifts[s, n + row, g]
                 for j in range(start, stop):
-                    c = _nearest((tried[j] - shift) * inverse, codes)
-                    value = c * scale + shift
-                    off = tried[j] - value
-                    damage += pivots[j] * off * off
-                    if damage >= least:
-                        break
-                    code[j] = c
-                    error = weights[n, j] - value
-                    for k in range(j + 1, stop):
-                        tried[k] += error * feedback[j, k]
-                if damage < least:
-                    least = damage
-                    best[n, g] = s
-                    found[n, start:stop] = code[start:stop]
-            scale, shift = scales[best[n, g], n, g], shifts[best[n, g], n, g]
+                    tried[j, lane] = aim[row, j]
+                    target[j, lane] = weights[n + row, j]
+            for lane in range(LANES):
+                inverse[lane] = np.float32(0.0) if scale[lane] == 0.0 else np.float32(1.0) / scale[lane]
+                damage[lane] = 0.0
             for j in range(start, stop):
-                error = weights[n, j] - (found[n, j] * scale + shift)
-                errors[n, j] = error
-                for k in range(stop, num_columns):
-                    aim[k] += error * feedback[j, k]
+                if codes.uniform:
+                    round_column(tried, code, inverse, shift, j, codes.lowest, codes.highest)
+                else:
+                    for lane in range(LANES):
+                        code[j, lane] = _nearest((tried[j, lane] - shift[lane]) * inverse[lane], codes)
+                feed_column(tried, target, code, damage, scale, shift, feedback, pivots, j, stop)
+            for row in range(rows):
+                winner = row * num_tries
+                for lane in range(winner + 1, winner + num_tries):
+                    if damage[lane] < damage[winner]:
+                        winner = lane
+                best[n + row, g] = winner - row * num_tries
+                for j in range(start, stop):
+                    found[n + row, j] = code[j, winner]
+                    error = target[j, winner] - (code[j, winner] * scale[winner] + shift[winner])
+                    errors[n + row, j] = error
+                    for k in range(stop, num_columns):
+                        aim[row, k] += error * feedback[j, k]
 
 
 @njit(nogil=True, error_model="numpy", parallel=True, cache=True)
@@ -102,37 +112,41 @@ def feed_back_block_parallel(  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, error_model="numpy", fastmath=_FAST, cache=True)
-def change_codes(slopes, found, first, last, matrix, scales, width, codes, num_passes):  # type: ignore[no-untyped-def]
+def change_codes(  # type: ignore[no-untyped-def]
+    slopes, found, first, last, matrix, inverses, scales, width, codes, num_passes
+):
     """Change single codes for as long as that lowers the damage, column by column, in place.
 
-    slopes: E H of the errors E = value − weight, fp32 [N, K], kept up to date; matrix: H; scales: fp32 [N, G].
-    The best value of one weight, all others held, is value − slope / H_jj; a code moves to the nearest to it.
+    slopes: E H of the errors E = value − weight, fp32 [N, K], kept up to date; matrix: H; inverses: 1 / H_jj [K];
+    scales: fp32 [N, G]. The best value of one weight, all others held, is value − slope / H_jj; a code moves to the
+    nearest to it.
     """
     num_columns = found.shape[1]
     for n in range(first, last):
         for _ in range(num_passes):
             changed = False
-            for j in range(num_columns):
-                scale = scales[n, j // width]
+            for g in range(scales.shape[1]):
+                scale = scales[n, g]
                 if scale == 0.0:
                     continue
-                ideal = found[n, j] * scale - slopes[n, j] / matrix[j, j]
-                c = _nearest(ideal / scale, codes)
-                if c != found[n, j]:
-                    move = (c - found[n, j]) * scale
-                    found[n, j] = c
-                    changed = True
-                    for k in range(num_columns):
-                        slopes[n, k] += move * matrix[j, k]
+                inverse = np.float32(1.0) / scale
+                for j in range(g * width, min(num_columns, (g + 1) * width)):
+                    c = _nearest(found[n, j] - slopes[n, j] * inverses[j] * inverse, codes)
+                    if c != found[n, j]:
+                        move = (c - found[n, j]) * scale
+                        found[n, j] = c
+                        changed = True
+                        for k in range(num_columns):
+                            slopes[n, k] += move * matrix[j, k]
             if not changed:
                 break
 
 
 @njit(nogil=True, error_model="numpy", parallel=True, cache=True)
 def change_codes_parallel(  # type: ignore[no-untyped-def]
-    slopes, found, num_rows, matrix, scales, width, codes, num_passes, num_threads
+    slopes, found, num_rows, matrix, inverses, scales, width, codes, num_passes, num_threads
 ):
     """`change_codes` of all rows on several threads."""
     for thread in numba.prange(num_threads):
         first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        change_codes(slopes, found, first, last, matrix, scales, width, codes, num_passes)
+        change_codes(slopes, found, first, last, matrix, inverses, scales, width, codes, num_passes)
