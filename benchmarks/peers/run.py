@@ -59,6 +59,8 @@ TOOLS = {
 LEADERS = ("modelopt", "autoround")
 #: Whose assignments are compared under the same roundings.
 ALLOCATORS = (*LEADERS, "bitwright")
+#: Runs whose weights lie on the disk at once; each takes as much room as the model.
+_RUNS_AT_ONCE = 9
 #: What every tool's assignment is rounded by, in turn.
 SAME_ROUNDINGS = {"rtn + clip": ("rtn", "clip"), "gradient_aware": ("rtn", "gradient_aware")}
 
@@ -71,6 +73,11 @@ class Row:
     group_size: int = 128
     #: The tools that run besides LEADERS and bitwright.
     also: tuple[str, ...] = ()
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether one scheme makes up the row."""
+        return self.bits in (4, 8)
 
     @property
     def tools(self) -> tuple[str, ...]:
@@ -181,26 +188,28 @@ def evaluate(place: Place, runs: list[Path], group_size: int, facts: dict[str, A
 
 
 def allocate(place: Place, roundings: str, rows: list[str]) -> None:
-    """Every tool's assignment under the same roundings."""
+    """Every tool's assignment under the same roundings; where all layers have the same bits there is none."""
     for group_size in sorted({ROWS[row].group_size for row in rows}):
-        runs = [place.run(row, tool) for row in rows for tool in ALLOCATORS if ROWS[row].group_size == group_size]
-        missing = [
+        runs = [
             run
-            for run in runs
-            if (run / "evaluation.json").exists()
-            and not (place.allocation(roundings, run) / "evaluation.json").exists()
+            for row in rows
+            for tool in ALLOCATORS
+            if ROWS[row].group_size == group_size and not ROWS[row].is_uniform
+            if ((run := place.run(row, tool)) / "evaluation.json").exists()
+            if not (place.allocation(roundings, run) / "evaluation.json").exists()
         ]
-        for run in missing:  # one by one, since weights take as much room as the model
-            out = place.allocation(roundings, run)
-            print(f"{place.model}: the assignment of {run.name} under {roundings} …", file=sys.stderr)
+        for start in range(0, len(runs), _RUNS_AT_ONCE):
+            some = runs[start : start + _RUNS_AT_ONCE]
+            outs = [place.allocation(roundings, run) for run in some]
+            print(f"{place.model}: {len(some)} assignments under {roundings} …", file=sys.stderr)
             subprocess.run(
                 [
-                    sys.executable, HERE / "allocation.py", place.folder, run, "--out", out.parent,
+                    sys.executable, HERE / "allocation.py", place.folder, *some, "--out", outs[0].parent,
                     "--group-size", str(group_size), "--roundings", *SAME_ROUNDINGS[roundings],
                 ],
                 check=True,
             )  # fmt: skip
-            evaluate(place, [out], group_size, {})
+            evaluate(place, outs, group_size, {})
 
 
 def collect(place: Place) -> dict[str, Any]:
