@@ -1,4 +1,4 @@
-"""Write the pages that are tables of what exists: formats, schemes, devices, commands.
+"""Write the pages that are tables of what exists: formats, schemes, devices, engines, commands.
 
     make docs          # or: python docs/generate.py
 
@@ -27,7 +27,9 @@ import measured
 from bitwright import formats, hardware
 from bitwright.cli.app import create_app, run
 from bitwright.cli.formats import native_devices, spell_specials
+from bitwright.plan.engine import Engine, engines
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS, TensorScheme
+from bitwright.quantize.catalogs import VALUE_SCHEMES
 from bitwright.quantize.select import BACKENDS
 from bitwright.search.settings import default_schemes
 
@@ -35,6 +37,8 @@ DOCS = Path(__file__).parent
 _NOTICE = "<!-- Written by docs/generate.py; change that or the catalogs, not this page. -->"
 #: Bits per weight are stated for a matrix whose sides every group size divides.
 _SIDE = 4096
+#: Bits per value are stated for heads of this size.
+_HEAD_DIM = 128
 _TRANSFORMS: Mapping[str, Any] = TRANSFORMS
 #: What stands for a value where an option does not name it.
 _VALUE_NAMES = {str: "NAME", int: "N", float: "X", float | None: "X", int | None: "N"}
@@ -186,6 +190,17 @@ def schemes_page() -> str:
     ]
     roundings = [(f"`{rounding.name}`", rounding.description) for rounding in ROUNDINGS.values()]
     transforms = [(f"`{name}`", transform.description) for name, transform in _TRANSFORMS.items()]
+    values = [
+        (
+            f"`{scheme.name}`",
+            f"{scheme.stored_bits(_HEAD_DIM):.3f}",
+            str(scheme.values),
+            scheme.axis + (", static" if scheme.static else ""),
+            ", ".join(sorted(scheme.roles)),
+            scheme.source,
+        )
+        for scheme in VALUE_SCHEMES.values()
+    ]
     return f"""# Schemes: how a tensor becomes codes
 
 {_NOTICE}
@@ -196,7 +211,8 @@ the activations that enter the layer.
 {markdown_table(("scheme", "bits:", "weights", "activations", "source"), rows)}
 
 *Bits*: stored bits per weight of a {_SIDE} × {_SIDE} matrix, scales and offsets included. *Row*: one scale per output
-channel of a weight, or per token of an activation; scales of activations are found on every call. *group(n)*: one scale
+channel of a weight, or per token of an activation; scales of activations are found on every call, save for those of the
+schemes called static, which are found in calibration. *group(n)*: one scale
 per n consecutive weights of a row. Where n does not divide the row, the last group is shorter; a plan says so, since
 some engines refuse it.
 
@@ -220,7 +236,72 @@ activations further could only lose quality.
 ## Transforms: what is done to the tensor before
 
 {markdown_table(("transform", "what it does"), transforms)}
+
+## Schemes of values
+
+Values are what a model computes or keeps rather than its weights: K and V caches, operands of attention's products,
+probabilities, activations, norms, the residual stream.
+
+{markdown_table(("scheme", "bits:", "format", "axis", "where", "source"), values)}
+
+*Bits*: per value of a head of {_HEAD_DIM}, scales included. *Axis*: who shares a scale: a *token* of one head, a
+*channel* of one head over a group of tokens, a *head*, or all (*tensor*). Static scales are found in calibration and
+kept in the plan; what goes beyond them saturates and is counted.
 """
+
+
+def engines_page() -> str:
+    """docs/engines.md"""
+    parts = [_engine(engine) for engine in engines()]
+    return f"""# Engines: what a serving engine runs
+
+{_NOTICE}
+
+`bitwright optimize MODEL --engine NAME` chooses only what that engine runs; what is ruled out is listed in the plan
+with its reason. Each statement has a source. *read*: found there; *recalled*: not checked.
+
+{"".join(parts)}"""
+
+
+def _engine(engine: Engine) -> str:
+    fused = [(", ".join(f"`{role}`" for role in kind.roles), kind.source, kind.certainty) for kind in engine.fused]
+    weights = [
+        (
+            kind.name,
+            ", ".join(kind.formats),
+            ", ".join([*kind.scopes, *map(str, kind.group_sizes)]),
+            ", ".join(kind.symmetries),
+            ", ".join(kind.scale_formats) or "any",
+            ", ".join(kind.activations) or "as they are",
+            "may be shorter" if kind.ragged_groups else "must fit",
+            kind.source,
+            kind.certainty,
+        )
+        for kind in engine.weights
+    ]
+    values = [
+        (kind.name, ", ".join(kind.roles), ", ".join(kind.formats), ", ".join(kind.axes), kind.source, kind.certainty)
+        for kind in engine.values
+    ]
+    aliases = f" (also: {', '.join(f'`{alias}`' for alias in engine.aliases)})" if engine.aliases else ""
+    kept = ", ".join(f"`{role}`" for role in engine.kept_roles) or "none"
+    titles = ("weights", "formats", "groups", "symmetry", "scales", "inputs", "last group", "source", "certainty")
+    tables = [
+        ("Roles that share a scheme", markdown_table(("roles", "source", "certainty"), fused) if fused else ""),
+        ("Weights", markdown_table(titles, weights) if weights else ""),
+        (
+            "Caches and other values",
+            markdown_table(("values", "roles", "formats", "axis", "source", "certainty"), values) if values else "",
+        ),
+    ]
+    shown = "".join(f"### {title}\n\n{table}\n\n" for title, table in tables if table)
+    notes = "".join(f"- {note}\n" for note in engine.notes)
+    return f"""## `{engine.name}`{aliases}
+
+{engine.description}. Plain formats: {", ".join(engine.plain_formats)}. Roles that stay plain: {kept}. Source:
+{engine.source} ({engine.certainty}).
+
+{shown}{notes}{chr(10) if notes else ""}"""
 
 
 def hardware_page() -> str:
@@ -342,6 +423,7 @@ PAGES = {
     "quantize.md": quantize_page,
     "schemes.md": schemes_page,
     "hardware.md": hardware_page,
+    "engines.md": engines_page,
     "commands.md": commands_page,
 }
 

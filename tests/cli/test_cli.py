@@ -24,7 +24,7 @@ from bitwright.cli.app import create_app
 from bitwright.cli.optimize import default_folder, optimize_command
 from bitwright.cli.progress import Bars
 from bitwright.errors import ModelError
-from bitwright.plan import Budget, Measured, load_plan, write_plan
+from bitwright.plan import Budget, Measured, Workload, load_plan, write_plan
 from bitwright.report import render_report, total_roles
 from bitwright.report.units import spell_bytes, spell_number
 
@@ -87,28 +87,55 @@ def test_optimize_writes_plan_and_report_and_names_them(search, tmp_path, capsys
 
 def test_optimize_passes_every_option(search):
     arguments = (
-        "optimize org/model --max-kl 0.1 --max-ppl-increase 2% --max-memory 90MiB --effective-bits 4.8 --include-head "
-        "--objective kl --schemes int8_w,bf16 --hardware l4 --task chat --calibration a.txt --evaluation b.jsonl "
-        "--tokens 512 --sequence-length 64 --seed 7 --out there --allow-pickle --no-cache"
+        "optimize org/model --max-kl 0.1 --max-ppl-increase 2% --max-memory 90MiB --effective-bits 4.8 "
+        "--nominal-bits 4.5 --device-memory 24GiB --latency-sla 20ms --min-tokens-per-s 100 --prefill-sla 1.5s "
+        "--max-overflow-risk 0 --objective kl --hardware l4 --device-file my.toml --engine vllm --context 8192 "
+        "--batch 4 --schemes int8_w,bf16 --rounding rtn,gptq --transforms none --values all --effort high "
+        "--include-head --sites sites.toml --task chat --calibration a.txt --evaluation b.jsonl --tokens 512 "
+        "--sequence-length 64 --pareto --pareto-points 9 --robustness --seed 7 --out there --allow-pickle --no-cache "
+        "--low-memory --spool disk"
     )
     assert main(arguments.split()) == 0
     assert Path("there/plan.json").exists()
     assert search.calls == [
         {
             "model": "org/model",
-            "budget": Budget(max_kl=0.1, max_ppl_increase=0.02, max_memory_bytes=94_371_840, effective_bits=4.8),
-            "include_head": True,
+            "budget": Budget(
+                max_kl=0.1,
+                max_ppl_increase=0.02,
+                max_memory_bytes=94_371_840,
+                effective_bits=4.8,
+                nominal_bits=4.5,
+                device_memory_bytes=24 * 2**30,
+                latency_sla_s=0.02,
+                min_tokens_per_s=100,
+                prefill_sla_s=1.5,
+                max_overflow_risk=0,
+            ),
+            "workload": Workload(context=8192, batch=4),
             "objective": "kl",
-            "schemes": ["int8_w", "bf16"],
             "hardware": "l4",
+            "device_file": Path("my.toml"),
+            "engine": "vllm",
+            "schemes": ["int8_w", "bf16"],
+            "roundings": ["rtn", "gptq"],
+            "transforms": ["none"],
+            "values": "all",
+            "effort": "high",
+            "include_head": True,
+            "site_file": Path("sites.toml"),
             "task": "chat",
             "calibration": "a.txt",
             "evaluation": "b.jsonl",
             "tokens": 512,
             "sequence_length": 64,
+            "pareto_points": 9,
+            "robustness": True,
             "seed": 7,
             "allow_pickle": True,
             "cache": None,
+            "low_memory": True,
+            "spool": Path("disk"),
         }
     ]
 
@@ -116,9 +143,22 @@ def test_optimize_passes_every_option(search):
 def test_options_are_these():
     names = {name.replace("_", "-") for name in inspect.signature(optimize_command).parameters}
     assert names == set(
-        "model hardware task calibration evaluation tokens sequence-length max-kl max-ppl-increase max-memory "
-        "effective-bits include-head objective schemes seed out json allow-pickle no-cache".split()
+        "model max-kl max-ppl-increase max-memory effective-bits nominal-bits device-memory latency-sla "
+        "min-tokens-per-s prefill-sla max-overflow-risk objective hardware device-file engine context batch schemes "
+        "rounding transforms values effort include-head sites task calibration evaluation tokens sequence-length "
+        "pareto pareto-points robustness seed out json allow-pickle no-cache low-memory spool".split()
     )
+
+
+def test_help_stands_in_sections(capsys):
+    """One heading for each kind of option, limits first, and every option under one of them."""
+    assert main(["optimize", "--help"]) == 0
+    text = capsys.readouterr().out
+    headings = re.findall(r"^(\w.*):$", text, flags=re.MULTILINE)
+    assert headings[:3] == ["Arguments", "Limits (any mix of them)", "What it has to serve, and where"]
+    assert headings[-1] == "Options"
+    for name in inspect.signature(optimize_command).parameters:
+        assert name == "model" or f"--{name.replace('_', '-')}" in text
 
 
 def test_json_is_the_plan_and_nothing_else(search, capsys):
@@ -149,6 +189,18 @@ def test_a_missed_limit_is_3_and_the_plan_is_written(search, capsys):
         ("optimize demo --objective memory --effective-bits 4", "contradicts itself"),
         ("optimize demo --objective kl --max-kl 0.1", "contradicts itself"),
         ("optimize demo --objective speed", "unknown objective"),
+        ("optimize demo --objective latency --latency-sla 1ms", "contradicts itself"),
+        ("optimize demo --device-memory 24GiB", "add context"),
+        ("optimize demo --max-kl 0.1 --context 0", "context must be a whole number"),
+        ("optimize demo --max-kl 0.1 --context 64 --batch 0", "batch must be a whole number"),
+        ("optimize demo --latency-sla fast", "no time"),
+        ("optimize demo --latency-sla 20m", "write it like 20ms"),
+        ("optimize demo --prefill-sla=-1s", "above 0"),
+        ("optimize demo --min-tokens-per-s=-5", "min_tokens_per_s"),
+        ("optimize demo --max-overflow-risk=-1", "at least 0"),
+        ("optimize demo --rounding ,", "names no rounding"),
+        ("optimize demo --pareto-points 1", "--pareto-points"),
+        ("compare nowhere nowhere", "no plan at"),
         ("optimize demo --schemes ,", "names no scheme"),
         ("optimize demo --tokens 0", "--tokens"),
         ("optimize demo --seed 99999999999999999999999", "--seed"),
@@ -377,10 +429,11 @@ def test_catalogs_are_listed_completely(capsys):
 
 def test_schemes_are_listed_completely(capsys):
     from bitwright.quantize import SCHEMES
+    from bitwright.quantize.catalogs import VALUE_SCHEMES
 
     assert main(["schemes"]) == 0
     out = capsys.readouterr().out
-    assert set(SCHEMES) <= {line.split()[0] for line in out.splitlines() if line.strip()}
+    assert {*SCHEMES, *VALUE_SCHEMES} <= {line.split()[0] for line in out.splitlines() if line.strip()}
     assert re.search(r"^int4_g128 +4\.125 ", out, flags=re.MULTILINE)
 
 
@@ -389,7 +442,7 @@ def test_help_version_and_no_arguments(capsys):
     assert capsys.readouterr().out.startswith("bitwright ")
     assert main([]) == 0
     listed = capsys.readouterr().out
-    for verb in ("optimize", "verify", "show", "formats", "schemes", "hardware"):
+    for verb in ("optimize", "verify", "compare", "show", "formats", "schemes", "hardware"):
         assert verb in listed
         assert main([verb, "--help"]) == 0
         assert "Usage: bitwright" in capsys.readouterr().out
