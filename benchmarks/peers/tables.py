@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 
@@ -10,6 +11,7 @@ def render(found: dict[str, Any]) -> str:
     parts = [
         f"### {found['facts']['model']}: {found['facts']['what']}",
         _grid("Mean token KL to the fp32 model (nominal bits reached)", found["runs"], _kl),
+        _ratios(found["runs"]),
         *(
             _grid(f"The same assignments, all rounded by {roundings}", runs, _kl)
             for roundings, runs in found["same_rounding"].items()
@@ -34,11 +36,25 @@ def _free(runs: list[dict[str, Any]]) -> str:
 
 def _stored(run: dict[str, Any]) -> str:
     bits = run["notes"].get("stored_bits", run["stored_bits_with_fp16_scales"])
-    return f"{run['kl']:.4f} ({bits:.3f})"
+    return f"{_digits(run['kl'])} ({bits:.3f})"
+
+
+def _digits(value: float) -> str:
+    """Three of them."""
+    return f"{value:.3g}" if value < 0.001 else f"{value:.{2 - math.floor(math.log10(value))}f}"
+
+
+def _ratios(runs: list[dict[str, Any]]) -> str:
+    """bitwright's KL as a share of each other tool's at the same row."""
+    ours = {run["row"]: run["kl"] for run in runs if run["tool"] == "bitwright"}
+    others = [run for run in runs if run["row"] in ours and run["tool"] != "bitwright"]
+    if not others:
+        return ""
+    return _grid("bitwright's KL as a share of the others'", others, lambda run: f"{ours[run['row']] / run['kl']:.2f}")
 
 
 def _kl(run: dict[str, Any]) -> str:
-    return f"{run['kl']:.4f} ({run['nominal_bits']:.3f})"
+    return f"{_digits(run['kl'])} ({run['nominal_bits']:.3f})"
 
 
 def _seconds(run: dict[str, Any]) -> str:
