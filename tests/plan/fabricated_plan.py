@@ -135,7 +135,40 @@ def make_plan(*, num_layers: int = 30, seed: int = 0, missed: bool = False, **ch
                 chosen=chosen,
             )
         )
+    interval = plans.Interval(mean=-0.02, low=-0.025, high=-0.015)
     fields: dict[str, Any] = dict(
+        limit_studies=(
+            plans.LimitStudy(
+                name="max_kl",
+                limit=0.15,
+                binds=False,
+                objective="kl",
+                before=total_kl,
+            ),
+            plans.LimitStudy(
+                name="effective_bits",
+                limit=5.6,
+                binds=True,
+                objective="kl",
+                before=total_kl,
+                loosened=(
+                    plans.Loosened(by=0.01, value=total_kl * 0.97),
+                    plans.Loosened(by=0.05, value=total_kl * 0.86),
+                ),
+            ),
+        ),
+        uniform=(
+            plans.UniformComparison(
+                scheme="int4_g128",
+                effective_bits=4.125,
+                weight_bytes=int(weight_bytes * 0.9),
+                uniform_kl=total_kl * 2,
+                plan_kl=total_kl,
+                difference=interval,
+                sequences=16,
+                verdict="better",
+            ),
+        ),
         model=plans.ModelInfo(
             name="SmolLM2-135M-Instruct",
             hash=HASH,

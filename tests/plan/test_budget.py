@@ -15,6 +15,7 @@ from bitwright.plan import (
     default_objective,
     parse_bytes,
     parse_ratio,
+    parse_seconds,
     settle_budget,
 )
 
@@ -57,6 +58,19 @@ def test_kibibytes_are_1024(count: int):
 @pytest.mark.parametrize(("text", "ratio"), [("1%", 0.01), ("0.01", 0.01), ("150 %", 1.5), ("0.5", 0.5)])
 def test_ratios(text: str, ratio: float):
     assert parse_ratio(text) == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("20ms", 0.02), ("1.5 s", 1.5), ("800us", 8e-4), ("7µs", 7e-6), ("2", 2)]
+)
+def test_times(text: str, seconds: float):
+    assert parse_seconds(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "ms", "fast", "20m", "-1s", "0", "nan", "1e999s", "3 h"])
+def test_times_refused(text: str):
+    with pytest.raises(BudgetError):
+        parse_seconds(text)
 
 
 @pytest.mark.parametrize("text", ["", "one", "1.01", "1MiB", "%"])

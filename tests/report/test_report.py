@@ -16,10 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bitwright.errors import MissingExtra, ReportError
-from bitwright.plan import ModelInfo, SiteChoice
+from bitwright.plan import (
+    Interval,
+    LimitStudy,
+    LongerContext,
+    ModelInfo,
+    OtherChoice,
+    ParetoPoint,
+    Robustness,
+    SiteChoice,
+)
 from bitwright.report import group_sites, render_report, total_roles, write_report
 from bitwright.report.layer_map import build_layer_map, layer_of
+from bitwright.report.limit_words import say_limits
 from bitwright.report.palette import ink_on, scheme_colours
+from bitwright.report.pareto_figure import overflow_colour
 from bitwright.report.units import spell_number
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -273,3 +284,111 @@ def test_front_names_no_series_that_the_star_hides():
     assert "the same, measured" in render_report(plan).decode()
     front = tuple(p if p.chosen else p.model_copy(update={"measured_kl": None}) for p in plan.frontier)
     assert "the same, measured" not in render_report(plan.model_copy(update={"frontier": front})).decode()
+
+
+# --- limits, comparisons, the front, robustness ----------------------------------------------------------------------
+
+
+def test_what_binds_and_what_was_gained_is_said(page: bytes):
+    text = " ".join(parse(page).text)
+    assert "effective_bits binds" in text and "5 % more would make it" in text and "max_kl does not bind" in text
+    assert "the plan is better beyond the noise" in text
+
+
+@pytest.mark.parametrize(
+    ("verdict", "words"),
+    [
+        ("within the noise", "no gain is claimed: the difference is within the noise"),
+        ("worse", "the plan is worse beyond the noise"),
+    ],
+)
+def test_words_follow_from_the_verdict(verdict: str, words: str):
+    found = make_plan().uniform[0].model_copy(update={"verdict": verdict})
+    text = " ".join(parse(render_report(make_plan(uniform=(found,)))).text)
+    assert words in text and "better beyond" not in text
+
+
+def test_out_of_reach_says_by_how_much():
+    studies = (
+        LimitStudy(
+            name="max_memory_bytes",
+            limit=100 * 2**20,
+            binds=False,
+            objective="kl",
+            alone=125 * 2**20,
+            given_others=None,
+        ),
+        LimitStudy(name="min_tokens_per_s", limit=200.0, binds=False, objective="kl", alone=150.0, given_others=100.0),
+    )
+    said = say_limits(make_plan(limit_studies=studies))
+    assert "the best alone is 125 MiB (25 % over" in said[0] and "contradict each other" in said[0]
+    assert "the best alone is 150 (25 % short" in said[1] and "with all others kept 100" in said[1]
+
+
+def test_the_front_and_its_plot():
+    points = [
+        ParetoPoint(
+            effective_bits=4 + i,
+            weight_bytes=(80 + 10 * i) * 2**20,
+            predicted_kl=0.1 / 2**i,
+            kl=Interval(mean=0.11 / 2**i, low=0.1 / 2**i, high=0.12 / 2**i),
+            decode_s_per_token=0.004 + 0.001 * i,
+            prefill_s=0.02 - 0.001 * i,
+            overflows=0.0 if i % 2 else 3.0,
+            fallback_rate=0.0 if i % 2 else 0.002,
+            counts={"int4_g128": 10 - i, "bf16": i},
+            chosen=i == 2,
+        )
+        for i in range(5)
+    ]
+    plan = make_plan(pareto=tuple(points))
+    page = render_report(plan)
+    text = " ".join(parse(page).text)
+    assert "The whole front" in text and b'id="figure-pareto"' in page
+    assert render_report(plan) == page
+    for point in points:
+        assert spell_number(point.kl.mean) in text
+    assert len({overflow_colour(value) for value in (0.0, 1.0, 1000.0)}) == 3
+
+
+def test_robustness_is_told():
+    interval = Interval(mean=-0.001, low=-0.002, high=0.001)
+    found = Robustness(
+        others=(
+            OtherChoice(
+                what="seed 1",
+                same_choice=0.8,
+                same_scheme=0.9,
+                predicted_kl=0.1,
+                kl=Interval(mean=0.1, low=0.09, high=0.11),
+                weight_bytes=10**8,
+                plan_kl=0.101,
+                difference=interval,
+                sequences=32,
+            ),
+        ),
+        contexts=(LongerContext(sequence_length=512, kl=interval, tokens=4088, sequences=8),),
+        notes=("nothing was measured at 1024 tokens",),
+    )
+    text = " ".join(parse(render_report(make_plan(robustness=found))).text)
+    for wanted in ("seed 1", "80.0 %", "90.0 %", "512", "nothing was measured at 1024 tokens"):
+        assert wanted in text
+
+
+def test_values_that_stay_have_no_cell_and_those_that_are_rounded_have_one():
+    cache = make_sites(num_layers=2)[0].model_copy(
+        update={
+            "name": "model.layers.0.self_attn:k_cache",
+            "kind": "state",
+            "role": "kv_cache",
+            "scheme": "int8_token",
+            "shape": (3, 64),
+        }
+    )
+    plan = make_plan(num_layers=2)
+    with_one = plan.replace(sites=(*plan.sites, cache))
+    kept = cache.model_copy(update={"scheme": "as_loaded"})
+    with_none = plan.replace(sites=(*plan.sites, kept))
+    colours = {scheme: "#000000" for scheme in ("int4_g128", "int8_w", "bf16", "as_loaded", "int8_token")}
+    count = [len(build_layer_map(p, colours).cells) for p in (plan, with_one, with_none)]
+    assert count == [14, 15, 14]

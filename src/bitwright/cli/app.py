@@ -25,6 +25,7 @@ from bitwright.cli import (
     show,
     verify,
 )
+from bitwright.cli.panels import PanelledCommand
 from bitwright.cli.usage import NUMBERS_MAY_BE_NEGATIVE, UsageMistake
 
 #: What the parser raises for options it cannot read. Its public name differs between versions of typer.
@@ -42,7 +43,7 @@ def create_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
-    app.command("optimize")(optimize.optimize_command)
+    app.command("optimize", cls=PanelledCommand)(optimize.optimize_command)
     app.command("verify")(verify.verify_command)
     app.command("compare")(compare.compare_command)
     app.command("show")(show.show_command)

@@ -7,25 +7,30 @@ from typing import Annotated, Any
 
 import typer
 
+from bitwright.cli.evidence import print_evidence
 from bitwright.cli.output import write_json
 from bitwright.cli.progress import Bars
 from bitwright.cli.table import new_console, print_groups, print_summary
-from bitwright.errors import SchemeError
+from bitwright.cli.usage import split_names
 from bitwright.plan import (
     REPORT_FILE,
     Budget,
     Plan,
+    Workload,
     parse_bytes,
     parse_ratio,
+    parse_seconds,
     raise_if_not_replaceable,
     settle_budget,
     write_plan,
 )
 from bitwright.report import raise_if_no_report_extra, render_report
 
-_LIMITS = "Limits"
+_LIMITS = "Limits (any mix of them)"
+_SERVING = "What it has to serve, and where"
 _TEXT = "Text"
 _CHOICES = "Choices"
+_EVIDENCE = "More evidence (each takes time)"
 
 
 def optimize_command(
@@ -52,33 +57,141 @@ def optimize_command(
         float | None,
         typer.Option(help="Stored bits per decoder weight, scales included: 4.8.", rich_help_panel=_LIMITS),
     ] = None,
+    nominal_bits: Annotated[
+        float | None, typer.Option(help="The same without scales, as other tools count.", rich_help_panel=_LIMITS)
+    ] = None,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="All that must fit: weights, KV cache, activations, workspace. Needs --context.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    latency_sla: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Time of one decode step, between two tokens of a sequence: 0.02 or 20ms.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    min_tokens_per_s: Annotated[
+        float | None,
+        typer.Option(help="Tokens that all sequences of the batch gain together per second.", rich_help_panel=_LIMITS),
+    ] = None,
+    prefill_sla: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Time to read the prompts of the batch.", rich_help_panel=_LIMITS),
+    ] = None,
+    max_overflow_risk: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N", help="Values beyond a format's range, expected per million.", rich_help_panel=_LIMITS
+        ),
+    ] = None,
     objective: Annotated[
         str | None,
-        typer.Option(metavar="memory|kl", help="What is made small within the limits; follows from them if left out."),
+        typer.Option(
+            metavar="memory|kl|latency",
+            help="What is made small within the limits; follows from them if left out.",
+            rich_help_panel=_LIMITS,
+        ),
     ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Device to plan for; default: this machine. See: bitwright hardware list.",
+            rich_help_panel=_SERVING,
+        ),
+    ] = None,
+    device_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A device of your own, as TOML.", rich_help_panel=_SERVING)
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Engine whose rules hold: vllm, llama.cpp, …", rich_help_panel=_SERVING),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Tokens kept per sequence: memory and times then count the KV cache, and its format is chosen too.",
+            rich_help_panel=_SERVING,
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences served at once.", rich_help_panel=_SERVING)] = 1,
     schemes: Annotated[
         str | None,
         typer.Option(metavar="a,b,…", help="Schemes to choose from; see: bitwright schemes.", rich_help_panel=_CHOICES),
     ] = None,
+    rounding: Annotated[
+        str | None,
+        typer.Option(metavar="a,b,…", help="Roundings to choose from: rtn, clip, gptq, …", rich_help_panel=_CHOICES),
+    ] = None,
+    transforms: Annotated[
+        str | None,
+        typer.Option(metavar="a,b,…", help="Transforms to choose from: none, awq, …", rich_help_panel=_CHOICES),
+    ] = None,
+    values: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|none|cache|all",
+            help="Which values to round; auto is the KV cache under a --context.",
+            rich_help_panel=_CHOICES,
+        ),
+    ] = "auto",
+    effort: Annotated[
+        str,
+        typer.Option(
+            metavar="default|high", help="high tries every rounding, slow ones too.", rich_help_panel=_CHOICES
+        ),
+    ] = "default",
     include_head: Annotated[
         bool, typer.Option("--include-head", help="Choose for embedding and output head too.", rich_help_panel=_CHOICES)
     ] = False,
-    hardware: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Device to plan for; default: this machine. See: bitwright hardware."),
+    sites: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Names the sites of a model, as TOML.", rich_help_panel=_CHOICES),
     ] = None,
     task: Annotated[
-        str, typer.Option(help="text scores every token, chat the assistant's only.", rich_help_panel=_TEXT)
+        str,
+        typer.Option(
+            help="text scores every token, chat the assistant's only, embedding compares vectors of texts.",
+            rich_help_panel=_TEXT,
+        ),
     ] = "text",
     calibration: Annotated[
         str,
-        typer.Option(metavar="SRC", help="A .txt, .jsonl or .parquet file, docs, or code.", rich_help_panel=_TEXT),
+        typer.Option(
+            metavar="SRC", help="A .txt, .jsonl or .parquet file, docs, code, or self.", rich_help_panel=_TEXT
+        ),
     ] = "docs",
     evaluation: Annotated[
         str, typer.Option(metavar="SRC", help="The same, for the proof.", rich_help_panel=_TEXT)
     ] = "docs",
     tokens: Annotated[int, typer.Option(min=1, help="Calibration tokens.", rich_help_panel=_TEXT)] = 4096,
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per sequence.", rich_help_panel=_TEXT)] = 128,
+    pareto: Annotated[
+        bool,
+        typer.Option(
+            "--pareto",
+            help="Measure the whole front over quality, memory, latency and stability.",
+            rich_help_panel=_EVIDENCE,
+        ),
+    ] = False,
+    pareto_points: Annotated[
+        int, typer.Option(min=2, max=100, help="Points of the front.", rich_help_panel=_EVIDENCE)
+    ] = 12,
+    robustness: Annotated[
+        bool,
+        typer.Option(
+            "--robustness",
+            help="Search again on other text and with another seed; measure at longer contexts.",
+            rich_help_panel=_EVIDENCE,
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of everything that draws.")] = 0,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Plan folder; default: NAME-plan.", show_default=False)
@@ -88,6 +201,12 @@ def optimize_command(
         bool, typer.Option("--allow-pickle", help="Load pickled checkpoints, which can run code.")
     ] = False,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Neither read nor keep statistics and scores.")] = False,
+    low_memory: Annotated[
+        bool, typer.Option("--low-memory", help="Keep statistics and codes on disk; the plan is the same.")
+    ] = False,
+    spool: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where --low-memory keeps them; default: the cache's disk.")
+    ] = None,
 ) -> None:
     """Choose the precision of every layer within your limits, and prove the choice on held-out text.
 
@@ -98,17 +217,28 @@ def optimize_command(
         max_ppl_increase=None if max_ppl_increase is None else parse_ratio(max_ppl_increase),
         max_memory_bytes=None if max_memory is None else parse_bytes(max_memory),
         effective_bits=effective_bits,
+        nominal_bits=nominal_bits,
+        device_memory_bytes=None if device_memory is None else parse_bytes(device_memory),
+        latency_sla_s=None if latency_sla is None else parse_seconds(latency_sla),
+        min_tokens_per_s=min_tokens_per_s,
+        prefill_sla_s=None if prefill_sla is None else parse_seconds(prefill_sla),
+        max_overflow_risk=max_overflow_risk,
     )
-    settle_budget(budget, objective)
+    workload = Workload(context=context, batch=batch)
+    settle_budget(budget, objective, workload)
     folder = out if out is not None else default_folder(model)
     raise_if_not_replaceable(folder)
     raise_if_no_report_extra()
     options: dict[str, Any] = {} if not no_cache else {"cache": None}
-    if schemes is not None:
-        names = [name.strip() for name in schemes.split(",") if name.strip()]
-        if not names:
-            raise SchemeError(f"--schemes {schemes!r} names no scheme; list them with: bitwright schemes")
-        options["schemes"] = names
+    for name, kind, text in (
+        ("schemes", "scheme", schemes),
+        ("roundings", "rounding", rounding),
+        ("transforms", "transform", transforms),
+    ):
+        if text is not None:
+            options[name] = split_names(text, kind)
+    if pareto:
+        options["pareto_points"] = pareto_points
     # Heavy (torch): after everything that can be refused without it.
     from bitwright.quantize.backends.cpu.announce import announcing
     from bitwright.search.optimize import optimize
@@ -117,7 +247,16 @@ def optimize_command(
         plan: Plan = optimize(
             model,
             budget=budget,
+            workload=workload,
             hardware=hardware,
+            device_file=device_file,
+            engine=engine,
+            values=values,
+            effort=effort,
+            site_file=sites,
+            robustness=robustness,
+            low_memory=low_memory,
+            spool=spool,
             task=task,
             calibration=calibration,
             evaluation=evaluation,
@@ -139,6 +278,7 @@ def optimize_command(
     else:
         console = new_console()
         print_groups(console, plan)
+        print_evidence(console, plan)
         console.print()
         print_summary(console, plan)
     # Paths go last, unwrapped, so that they can be copied; with --json they stay off stdout.

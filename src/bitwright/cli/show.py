@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from bitwright.cli.evidence import print_evidence
 from bitwright.cli.output import write_json
 from bitwright.cli.table import new_console, print_groups, print_sites, print_summary
 from bitwright.plan import load_plan
@@ -27,5 +28,6 @@ def show_command(
         print_sites(console, loaded)
     else:
         print_groups(console, loaded)
+        print_evidence(console, loaded)
     console.print()
     print_summary(console, loaded)

@@ -162,6 +162,11 @@ def print_summary(console: Console, plan: Plan) -> None:
         for repair in plan.repairs
     ]
     rows += [("compared", say_uniform(plan.summary.weight_bytes, found)) for found in plan.uniform]
+    if plan.ruled_out:
+        first = plan.ruled_out[0]
+        more = len(plan.ruled_out) - 1
+        rest = f"; {more} more reasons in the report" if more else ""
+        rows.append(("ruled out", f"{first.scheme} at {first.sites} sites: {first.reason}{rest}"))
     rows += [("limits", sentence) for sentence in say_limits(plan)]
     rows += [("note", note) for note in (*plan.model.notes, *plan.notes)]
     print_rows(console, rows)

@@ -56,7 +56,8 @@ _UNIT_BYTES = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z%]*)\s*")
+_UNIT_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+_QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-zµ%]*)\s*")
 
 
 class Budget(Record):
@@ -203,6 +204,20 @@ def parse_bytes(text: str) -> float:
     value = float(match[1]) * _UNIT_BYTES.get(unit, 1)
     if not math.isfinite(value) or value <= 0:
         raise BudgetError(f"{text!r} is no size in bytes: it must be finite and above 0; write it like 90MiB")
+    return value
+
+
+def parse_seconds(text: str) -> float:
+    """Return the seconds in ``"20ms"``, ``"1.5 s"``, ``"800us"`` or ``"0.02"``.
+
+    Raises ``BudgetError`` for anything else.
+    """
+    match = _QUANTITY.fullmatch(text)
+    if match is None or match[2] not in _UNIT_SECONDS:
+        raise BudgetError(f"{text!r} is no time; write it like 20ms, 1.5s or 0.02 (seconds)")
+    value = float(match[1]) * _UNIT_SECONDS[match[2]]
+    if not math.isfinite(value) or value <= 0:
+        raise BudgetError(f"{text!r} is no time: it must be finite and above 0; write it like 20ms")
     return value
 
 

@@ -35,6 +35,7 @@ from bitwright.plan.schema import (
     Prediction,
     Record,
     Repair,
+    Robustness,
     RuledOutChoice,
     Run,
     SearchOptions,
@@ -97,6 +98,8 @@ class Plan(Record):
     pareto: tuple[ParetoPoint, ...] = ()
     #: The plan against one scheme everywhere of the same size.
     uniform: tuple[UniformComparison, ...] = ()
+    #: How choice and quality move under other text, another seed and a longer context, where that was asked for.
+    robustness: Robustness | None = None
     #: What the device or the engine does not have.
     ruled_out: tuple[RuledOutChoice, ...] = ()
     predictions: tuple[Prediction, ...] = ()

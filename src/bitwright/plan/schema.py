@@ -275,8 +275,8 @@ class ParetoPoint(Record):
     latency_status: Literal["predicted", "measured"] = "predicted"
     #: Values beyond a format's range, before they are cast, per million values: expected and measured.
     predicted_overflows: Number = 0.0
-    overflows: Number | None = None
-    #: Share of the operations that the device computes in another format than was chosen, 0 … 1; from its facts.
+    overflows: Number = 0.0
+    #: Share of tokens with an overflow at a matrix, which a server would compute again in a wider format, 0 … 1.
     fallback_rate: Number = 0.0
     #: Scheme → number of sites.
     counts: Mapping[str, int] = Field(default_factory=dict)
@@ -297,6 +297,43 @@ class UniformComparison(Record):
     difference: Interval
     sequences: int = Field(ge=0)
     verdict: Literal["better", "within the noise", "worse"]
+
+
+class OtherChoice(Record):
+    """The search again, under another calibration set or seed, and both plans on the same sequences."""
+
+    #: "calibration on code", "seed 1", …
+    what: str
+    #: Share of the sites in question with the same choice, and with the same scheme, 0 … 1.
+    same_choice: Number
+    same_scheme: Number
+    #: Of the other plan.
+    predicted_kl: Number
+    kl: Interval
+    weight_bytes: int = Field(ge=0)
+    #: Of this plan, on the same sequences.
+    plan_kl: Number
+    #: KL of the other plan − KL of this plan.
+    difference: Interval
+    sequences: int = Field(ge=0)
+
+
+class LongerContext(Record):
+    """This plan on longer texts."""
+
+    sequence_length: int = Field(gt=0)
+    kl: Interval
+    tokens: int = Field(ge=0)
+    sequences: int = Field(ge=0)
+
+
+class Robustness(Record):
+    """How the choice and its quality move under other text, another seed, and a longer context."""
+
+    others: tuple[OtherChoice, ...] = ()
+    contexts: tuple[LongerContext, ...] = ()
+    #: What could not be measured, and why.
+    notes: tuple[str, ...] = ()
 
 
 class RuledOutChoice(Record):

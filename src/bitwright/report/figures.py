@@ -155,11 +155,11 @@ def draw_site_errors(plan: Plan, colours: Mapping[str, str]) -> str | None:
     if not sites:
         return None
     plt = load_pyplot()
-    roles = list(dict.fromkeys(site.role for _, site in sites))
+    roles = list(dict.fromkeys(site.role_label for _, site in sites))
     with plt.rc_context(plot_style("errors")):
         figure, axes = plt.subplots(figsize=(11.6, 3.9), layout="constrained")
         for index, role in enumerate(roles):
-            chosen = [(layer, site) for layer, site in sites if site.role == role]
+            chosen = [(layer, site) for layer, site in sites if site.role_label == role]
             shift = (index - (len(roles) - 1) / 2) * 0.7 / max(len(roles), 1)
             axes.scatter(
                 [layer + shift for layer, _ in chosen],

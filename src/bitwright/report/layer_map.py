@@ -2,7 +2,8 @@
 
 Rows follow the order of roles inside a layer, so a column reads as the way a token takes through it. Where one layer
 has several sites of one role (experts), the cell is cut into that many stripes. Sites outside the numbered layers
-(embedding, head) are listed apart. Drawn as plain SVG, because each cell tells its site on hover.
+(embedding, head) are listed apart; values that stay as they are have no cell. Drawn as plain SVG, because each cell
+tells its site on hover.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from bitwright.plan import Plan, SiteChoice
 from bitwright.report.palette import ink_on
 from bitwright.report.units import spell_bytes, spell_number
 
-_LAYER = re.compile(r"\.(\d+)(?=\.)")
+_LAYER = re.compile(r"\.(\d+)(?=[.:])")
 
 CELL_WIDTH = 28
 CELL_HEIGHT = 26
@@ -64,9 +65,10 @@ def layer_of(site: SiteChoice) -> int | None:
 
 def describe_site(site: SiteChoice) -> str:
     """Return the text a cell shows on hover."""
+    unit = "weight" if site.kind == "weight" else "value"
     return (
         f"{site.name}\n{site.scheme}, {site.rounding}, transform {site.transform}\n"
-        f"{site.shape[0]} × {site.shape[1]}, {spell_number(site.bits)} bits per weight, {spell_bytes(site.bytes)}\n"
+        f"{site.shape[0]} × {site.shape[1]}, {spell_number(site.bits)} bits per {unit}, {spell_bytes(site.bytes)}\n"
         f"predicted KL {spell_number(site.predicted_kl)}\n"
         f"{site.reason}"
     )
@@ -74,18 +76,19 @@ def describe_site(site: SiteChoice) -> str:
 
 def build_layer_map(plan: Plan, colours: Mapping[str, str]) -> LayerMap:
     """Lay out the cells of ``plan``; ``colours`` maps scheme → ``"#rrggbb"``."""
-    layers = sorted({layer for site in plan.sites if (layer := layer_of(site)) is not None})
+    shown = [site for site in plan.sites if site.kind == "weight" or site.scheme != "as_loaded"]
+    layers = sorted({layer for site in shown if (layer := layer_of(site)) is not None})
     column = {layer: index for index, layer in enumerate(layers)}
-    roles = list(dict.fromkeys(site.role for site in plan.sites if layer_of(site) is not None))
+    roles = list(dict.fromkeys(site.role_label for site in shown if layer_of(site) is not None))
     row = {role: index for index, role in enumerate(roles)}
     places: dict[tuple[str, int], list[SiteChoice]] = {}
     outside = []
-    for site in plan.sites:
+    for site in shown:
         layer = layer_of(site)
         if layer is None:
             outside.append(site)
         else:
-            places.setdefault((site.role, layer), []).append(site)
+            places.setdefault((site.role_label, layer), []).append(site)
     cells = []
     for (role, layer), sites in places.items():
         left = _LABEL_WIDTH + column[layer] * CELL_WIDTH

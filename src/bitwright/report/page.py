@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bitwright.errors import MissingExtra
-from bitwright.report import units
+from bitwright.report import comparison_words, units
 
 
 def load_templates() -> Any:
@@ -32,6 +32,7 @@ def load_templates() -> Any:
         seconds=units.spell_seconds,
         excess=units.spell_excess,
         share=units.spell_share,
+        signed=comparison_words.spell_signed,
         decibels=units.spell_decibels,
     )
     return environment

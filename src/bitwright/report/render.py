@@ -15,11 +15,14 @@ from typing import Any
 from bitwright.errors import MissingExtra
 from bitwright.plan import Plan
 from bitwright.report import units
+from bitwright.report.comparison_words import say_uniform
 from bitwright.report.figures import draw_frontier, draw_predictions, draw_site_errors
 from bitwright.report.groups import bits_of_schemes, total_roles
 from bitwright.report.layer_map import build_layer_map
+from bitwright.report.limit_words import say_bound, say_limits
 from bitwright.report.page import load_templates
 from bitwright.report.palette import ink_on, scheme_colours
+from bitwright.report.pareto_figure import draw_pareto, memory_of
 from bitwright.report.whole_file import write_file
 
 
@@ -51,7 +54,8 @@ def _context(plan: Plan) -> dict[str, Any]:
     bits = bits_of_schemes(plan)
     colours = scheme_colours(list(bits))
     num_sites = {scheme: sum(site.scheme == scheme for site in plan.sites) for scheme in bits}
-    weights = {scheme: sum(math.prod(site.shape) for site in plan.sites if site.scheme == scheme) for scheme in bits}
+    of_weights = [site for site in plan.sites if site.kind == "weight"]
+    weights = {scheme: sum(math.prod(site.shape) for site in of_weights if site.scheme == scheme) for scheme in bits}
     total = max(sum(weights.values()), 1)
     return {
         "plan": plan,
@@ -72,13 +76,19 @@ def _context(plan: Plan) -> dict[str, Any]:
         "prediction_plot": draw_predictions(plan, colours),
         "frontier_plot": draw_frontier(plan),
         "error_plot": draw_site_errors(plan, colours),
+        "pareto_plot": draw_pareto(plan),
+        "pareto": [{"point": point, "memory": memory_of(point)} for point in plan.pareto],
+        "binding": say_limits(plan),
+        "uniform": [
+            {"found": found, "sentence": say_uniform(plan.summary.weight_bytes, found)} for found in plan.uniform
+        ],
         # Stored bytes of the same model in a 16-bit format.
         "bytes_16_bit": 2 * plan.model.params,
         "limits": [
             {
                 "limit": limit,
                 "title": units.LIMIT_TITLES.get(limit.name, limit.name),
-                "at": units.spell_limit_value(limit.name, limit.limit),
+                "at": say_bound(limit),
                 "is": units.spell_limit_value(limit.name, limit.value),
             }
             for limit in plan.limits

@@ -9,24 +9,24 @@ its evidence are returned.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from bitwright.models.loaded import LoadedModel
 from bitwright.plan import QUALITY_LIMITS, Budget, Plan, Prediction, Workload
 from bitwright.search.clock import Clock
 from bitwright.search.draft import draft_plan
-from bitwright.search.learn import Learned, learn
+from bitwright.search.learn import Learned
+from bitwright.search.learn_choices import learn_scores
 from bitwright.search.limits import judge, quantity_of, value_of
 from bitwright.search.measure import Meter
 from bitwright.search.mend import Mended, mend
-from bitwright.search.price import AS_LOADED
+from bitwright.search.pareto import pareto_front
 from bitwright.search.probe import measure_roles, probe
 from bitwright.search.progress import Progress, Silent
-from bitwright.search.settings import Settings, default_schemes, first_aim, settle
-from bitwright.search.subject import Subject, kept_roles, known_reference, known_reference_facts, open_subject
+from bitwright.search.robustness import study_robustness
+from bitwright.search.settings import default_schemes, first_aim, settle
+from bitwright.search.subject import Subject, known_reference, known_reference_facts, open_subject, spool_folder
 from bitwright.search.uniform import compare_with_uniform
-from bitwright.search.value_learn import learn_values
 from bitwright.search.value_scores import ValueLearned
 from bitwright.search.verify import lasting_path, prove, verify
 
@@ -55,10 +55,14 @@ def optimize(
     values: str = "auto",
     effort: str = "default",
     site_file: str | Path | None = None,
+    pareto_points: int | None = None,
+    robustness: bool = False,
     seed: int = 0,
     cache: Path | str | None = "default",
     progress: Progress | None = None,
     allow_pickle: bool = False,
+    low_memory: bool = False,
+    spool: Path | str | None = None,
 ) -> Plan:
     """Choose the precision of every site of a model within a budget, and prove the choice on held-out text.
 
@@ -82,10 +86,14 @@ def optimize(
         values: which values are in question: "none", "cache", "all", or "auto" (the cache under a context).
         effort: "default", or "high": every rounding is tried, the slow ones too.
         site_file: names the sites of a model in which none are found.
+        pareto_points: measure the front over quality, memory, latency and stability at so many points; None does not.
+        robustness: search again on other text and with another seed, and measure the plan on longer texts.
         seed: of splits, sampled labels and resampling.
         cache: folder of statistics and scores; None keeps nothing.
         progress: shows the stages.
         allow_pickle: load pickled checkpoints, which can run code.
+        low_memory: keep statistics, codes and replaced weights on disk, and work matrix by matrix: the same plan.
+        spool: the folder on whose disk they lie for the time of the search; by default that of the cache.
 
     Returns:
         A plan. `plan.met` says whether every limit holds; a plan that misses one is the nearest that was found.
@@ -116,7 +124,14 @@ def optimize(
         sequence_length=sequence_length,
         seed=seed,
     )
-    subject = open_subject(model, settings, cache=cache, allow_pickle=allow_pickle, progress=clock)
+    subject = open_subject(
+        model,
+        settings,
+        cache=cache,
+        allow_pickle=allow_pickle,
+        progress=clock,
+        spool_folder=spool_folder(spool, cache) if low_memory else None,
+    )
     learned, learned_values = learn_scores(subject, settings, clock)
     meter = open_meter(subject, learned, learned_values, clock)
     problem, probes = probe(subject, settings, learned, meter, clock)
@@ -131,7 +146,11 @@ def optimize(
     )
     roles = measure_roles(mended.problem, mended.assignment, meter, clock)
     plan = draft_plan(subject, settings, mended, (*probes, *roles), learned, learned_values, clock)
-    plan = plan.replace(uniform=compare_with_uniform(mended, meter, seed, clock))
+    plan = plan.replace(
+        uniform=compare_with_uniform(mended, meter, seed, clock),
+        pareto=() if pareto_points is None else pareto_front(mended, meter, pareto_points, seed, clock),
+        robustness=study_robustness(subject, settings, mended, meter, clock) if robustness else None,
+    )
     proved = _prove(plan, subject, mended, clock)
     paths = {
         "model": subject.loaded.name if isinstance(model, LoadedModel) else lasting_path(model),
@@ -139,38 +158,6 @@ def optimize(
         "evaluation": lasting_path(evaluation),
     }
     return proved.attach(run=clock.run(paths))
-
-
-def learn_scores(subject: Subject, settings: Settings, progress: Progress) -> tuple[Learned, ValueLearned | None]:
-    """Scores of every choice that is left at every site that is in question, and what value sites run with."""
-    wanted = [site for site in subject.sites if site.role not in kept_roles(settings)]
-    learned = learn(
-        subject.loaded.model,
-        wanted,
-        subject.splits.calibrate,
-        subject.choices.of_weights(wanted),
-        seed=settings.seed,
-        cache=subject.cache,
-        progress=progress,
-        output=subject.output,
-    )
-    if not subject.value_sites:
-        return replace(learned, scores=subject.choices.allowed(learned.scores)), None
-    values = learn_values(
-        subject.loaded.model,
-        subject.sites,
-        subject.value_sites,
-        subject.splits.calibrate,
-        settings.value_schemes,
-        seed=settings.seed,
-        cache=subject.cache,
-        progress=progress,
-        output=subject.output,
-    )
-    staying = {AS_LOADED: 0.0} if settings.values_may_stay else {}
-    of_values = {name: {**staying, **kls} for name, kls in values.scores.items()}
-    scores = subject.choices.allowed({**learned.scores, **of_values})
-    return replace(learned, scores=scores, overflows={**learned.overflows, **values.overflows}), values
 
 
 def open_meter(subject: Subject, learned: Learned, values: ValueLearned | None, progress: Progress) -> Meter:
@@ -184,6 +171,7 @@ def open_meter(subject: Subject, learned: Learned, values: ValueLearned | None, 
         cache=subject.cache,
         value_sites=subject.value_sites,
         values=values,
+        originals=subject.originals,
     )
 
 
@@ -191,7 +179,16 @@ def _prove(plan: Plan, subject: Subject, mended: Mended, progress: Progress) -> 
     """Look at the final text, once, and hold every limit against what was seen."""
     reference = known_reference(subject, subject.splits.final, progress)
     facts = known_reference_facts(subject, reference, progress)
-    measured = prove(plan, subject.loaded, subject.sites, reference, facts, progress, output=subject.output)
+    measured = prove(
+        plan,
+        subject.loaded,
+        subject.sites,
+        reference,
+        facts,
+        progress,
+        output=subject.output,
+        originals=subject.originals,
+    )
     totals = mended.problem.totals(mended.assignment)
     values = {
         name: value_of(name, totals[quantity_of(name)], subject.prices)

@@ -10,6 +10,7 @@ from bitwright.errors import BudgetError, DataError
 from bitwright.models import Site, find_sites
 from bitwright.models.load import load
 from bitwright.models.loaded import LoadedModel
+from bitwright.models.spool import OnDisk, Originals, Spool, output_head
 from bitwright.models.value_sites import ValueSite, find_value_sites
 from bitwright.plan import QUALITY_LIMITS, Budget
 from bitwright.search.cache import Cache, default_folder, open_cache
@@ -40,6 +41,9 @@ class Subject:
     #: What is compared.
     output: Output
     cache: Cache
+    #: Where memory is short: what lies on disk, and the weights there while others stand in their place.
+    spool: Spool | None = None
+    originals: Originals | None = None
 
 
 def open_subject(
@@ -49,6 +53,7 @@ def open_subject(
     cache: Path | str | None,
     allow_pickle: bool,
     progress: Progress,
+    spool_folder: Path | None = None,
 ) -> Subject:
     """Load the model, name and price its sites, cut the text, and open the cache that belongs to all of it.
 
@@ -58,9 +63,10 @@ def open_subject(
         cache: folder of all caches, "default" or None.
         allow_pickle: load pickled checkpoints, which can run code.
         progress: shows the stages.
+        spool_folder: where what outgrows the memory may go; None keeps all in memory.
 
     Raises:
-        ModelError, DataError: what cannot be read or cut.
+        ModelError, DataError: what cannot be read or cut, or a folder that cannot be written to.
     """
     with progress.stage("load", 1) as stage:
         loaded = (
@@ -86,6 +92,34 @@ def open_subject(
     )
     raise_if_below_floor(prices, choices, settings.budget)
     folder = default_folder() if cache == "default" else None if cache is None else Path(cache)
+    splits = cut_text(loaded, settings, folder=folder, progress=progress)
+    spool = None if spool_folder is None else Spool(spool_folder)
+    return Subject(
+        loaded=loaded,
+        sites=sites,
+        value_sites=value_sites,
+        prices=prices,
+        choices=choices,
+        splits=splits,
+        output=output,
+        cache=open_cache(
+            folder,
+            model_hash=loaded.hash,
+            text_hash=splits.calibrate.hash,
+            seed=settings.seed,
+            include_head=settings.include_head,
+        ),
+        spool=spool,
+        originals=None if spool is None else OnDisk(spool, output_head(loaded.model)),
+    )
+
+
+def cut_text(loaded: LoadedModel, settings: Settings, *, folder: Path | None, progress: Progress) -> Splits:
+    """The three splits of the text that was asked for; `folder` keeps text that is sampled from the model.
+
+    Raises:
+        DataError: the text cannot be read or is too short.
+    """
     with progress.stage("read the text", 1) as stage:
         splits = split_text(
             loaded.tokenizer,
@@ -106,22 +140,14 @@ def open_subject(
             ),
         )
         stage.advance()
-    return Subject(
-        loaded=loaded,
-        sites=sites,
-        value_sites=value_sites,
-        prices=prices,
-        choices=choices,
-        splits=splits,
-        output=output,
-        cache=open_cache(
-            folder,
-            model_hash=loaded.hash,
-            text_hash=splits.calibrate.hash,
-            seed=settings.seed,
-            include_head=settings.include_head,
-        ),
-    )
+    return splits
+
+
+def spool_folder(asked: Path | str | None, cache: Path | str | None) -> Path:
+    """Where a spool lies: what was asked for, else the folder of the cache. (Temporary folders are often in memory.)"""
+    if asked is not None:
+        return Path(asked).expanduser()
+    return default_folder() if cache is None or cache == "default" else Path(cache)
 
 
 def kept_roles(settings: Settings) -> frozenset[str]:
@@ -194,7 +220,7 @@ def known_reference(subject: Subject, text: TextSet, progress: Progress) -> Refe
     """The fp32 reference on a text, from the cache where it was run before."""
     known = subject.cache.read_reference(text.hash)
     with progress.stage("reference", text.num_sequences) as stage:
-        reference = subject.output.run_reference(subject.loaded.model, text, stage, known)
+        reference = subject.output.run_reference(subject.loaded.model, text, stage, known, subject.spool)
     if known is None and reference.kept is not None:
         subject.cache.write_reference(text.hash, reference.kept)
     return reference
@@ -206,7 +232,7 @@ def known_reference_facts(subject: Subject, reference: Reference, progress: Prog
     known = subject.cache.read_measured()
     if floor_key in known and (repetition_key in known or not subject.output.generates):
         return ReferenceFacts(bf16_floor_kl=known[floor_key], repetition=known.get(repetition_key))
-    facts = reference_facts(subject.loaded, subject.output, reference, progress)
+    facts = reference_facts(subject.loaded, subject.output, reference, progress, subject.originals)
     found = {floor_key: facts.bf16_floor_kl}
     if facts.repetition is not None:
         found[repetition_key] = facts.repetition
