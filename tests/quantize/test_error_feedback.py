@@ -12,6 +12,7 @@ from torch import Tensor
 from bitwright import formats
 from bitwright.errors import SchemeError
 from bitwright.quantize import ROUNDINGS, SCHEMES, QTensor, TensorScheme, quantize
+from bitwright.quantize import seen as seen_module
 from bitwright.quantize.curvature import Curvature
 from bitwright.quantize.error_feedback import Effort, can_feed_back, feed_back
 from bitwright.quantize.granularity import ROW, group
@@ -198,15 +199,18 @@ def test_a_group_of_zeros_stays_zero() -> None:
 # --- what was seen ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_tokens", [96, 100])
-def test_the_weighted_moment_is_that_of_window_gradients(num_tokens: int) -> None:
+@pytest.mark.parametrize(("num_tokens", "width"), [(96, 32), (100, 32), (100, 1), (90, 45)])
+def test_the_weighted_moment_is_that_of_window_gradients(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int, width: int
+) -> None:
     """Σ_w D_wᵀ D_w with D_w = Σ_t g_t x_tᵀ, formed in float64; up to what the diagonal is raised by."""
+    monkeypatch.setattr(seen_module, "product_dtype", lambda: torch.float32)
     generator = torch.Generator().manual_seed(0)
     x, g = torch.randn(num_tokens, 20, generator=generator), torch.randn(num_tokens, 6, generator=generator)
-    seen = Seen(x_TK=x, g_TN=g)
+    seen = Seen(x_TK=x, g_TN=g, window_tokens=width)
     expected = np.zeros((20, 20))
-    for start in range(0, num_tokens, 32):
-        gradient = g[start : start + 32].double().numpy().T @ x[start : start + 32].double().numpy()
+    for start in range(0, num_tokens, width):
+        gradient = g[start : start + width].double().numpy().T @ x[start : start + width].double().numpy()
         expected += gradient.T @ gradient
     expected /= float(g.double().square().sum())
     found = seen.weighted.matrix_KK.double().numpy()
@@ -217,8 +221,23 @@ def test_the_weighted_moment_is_that_of_window_gradients(num_tokens: int) -> Non
     assert raised[0] == pytest.approx(0.3 * np.trace(expected) / 20, rel=1e-3)
 
 
-def test_wide_products_are_symmetric_and_whole() -> None:
-    """More columns than are multiplied at once."""
+def test_products_in_bf16_move_the_moment_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By half a percent of √(H_ii H_jj) at most: a tenth of what another sample of as many tokens would."""
+    generator = torch.Generator().manual_seed(0)
+    x, g = torch.randn(5000, 20, generator=generator), torch.randn(5000, 6, generator=generator)
+    moments = []
+    for dtype in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(seen_module, "product_dtype", lambda dtype=dtype: dtype)
+        moments.append(Seen(x_TK=x.bfloat16(), g_TN=g.bfloat16()).weighted.matrix_KK)
+    exact, rounded = moments
+    sizes = exact.diagonal().sqrt()
+    assert 0 < float(((rounded - exact) / sizes / sizes.unsqueeze(1)).abs().max()) < 5e-3
+
+
+def test_wide_products_are_symmetric_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More columns, and more tokens, than are multiplied at once."""
+    monkeypatch.setattr(seen_module, "product_dtype", lambda: torch.float32)
+    monkeypatch.setattr(seen_module, "_BLOCK_TOKENS", 16)
     x = torch.randn(50, 900, generator=torch.Generator().manual_seed(3))
     plain = Seen(x_TK=x).plain.matrix_KK
     expected = x.T @ x / 50

@@ -15,6 +15,7 @@ from bitwright.errors import ModelError
 from bitwright.models import find_sites
 from bitwright.models.linear_calls import matrices_of
 from bitwright.search.calibrate import NUM_HEAD_TOKENS, NUM_UNROUNDED_TOKENS, Statistics, calibrate
+from bitwright.search.outputs.tokens import Tokens, draw
 from bitwright.search.text import TextSet
 
 #: bf16 keeps 8 bits.
@@ -25,13 +26,13 @@ BF16 = {"rtol": 2**-8, "atol": 1e-6}
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The labels that were sampled, batch by batch."""
     labels: list[Tensor] = []
-    original = torch.multinomial
+    original = torch.searchsorted
 
     def record(*args: Any, **kwargs: Any) -> Tensor:
         labels.append(original(*args, **kwargs))
         return labels[-1]
 
-    monkeypatch.setattr(torch, "multinomial", record)
+    monkeypatch.setattr(torch, "searchsorted", record)
     return labels
 
 
@@ -261,7 +262,7 @@ def test_observers_are_told_of_every_batch(make_tiny_model: Callable[..., Any]) 
     assert not watcher.inside
 
 
-class _SumOfLogits:
+class _SumOfLogits(Tokens):
     """An output whose log-likelihood is a plain sum of logits, so that its gradient at the logits is one."""
 
     def log_likelihood(self, model: Any, ids: Tensor, scored: Tensor, generator: torch.Generator) -> tuple[Tensor, int]:
@@ -280,3 +281,12 @@ def test_the_output_says_what_is_differentiated(make_tiny_model: Callable[..., A
     statistics = found.matrices["model.layers.1.mlp.down_proj.weight"]
     formed = statistics.g_TN.float().T @ statistics.inputs.x_TK.float()
     torch.testing.assert_close(formed, expected, rtol=0.02, atol=float(0.01 * expected.abs().max()))
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    """100,000 draws from each of two distributions: within four standard deviations; what has no chance, never."""
+    p_TV = torch.tensor([[0.5, 0.0, 0.3, 0.2, 0.0], [0.0, 1e-6, 0.0, 1 - 1e-6, 0.0]])
+    drawn = draw(p_TV.log().repeat(100_000, 1), torch.Generator().manual_seed(0)).reshape(-1, 2)
+    for p_V, of_row in zip(p_TV, drawn.T, strict=True):
+        counts = torch.bincount(of_row, minlength=5)
+        assert bool(((counts - 1e5 * p_V).abs() <= 4 * (1e5 * p_V * (1 - p_V)).sqrt() + (p_V > 0)).all())

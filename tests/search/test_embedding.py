@@ -153,6 +153,7 @@ def test_calibration_gives_the_fisher_information(encoder: LoadedModel) -> None:
     x, g = statistics.inputs.x_TK.float(), statistics.g_TN.float()
     shifts = ((x @ error.T) * g).sum(-1).reshape(600, 12).sum(-1).double()
     assert found.num_scored == 600
+    assert found.window_tokens == 12  # errors are summed over whole texts
     assert float(shifts.square().mean()) == pytest.approx(float(moved.square().sum()), rel=0.2)
     assert float(g.reshape(600, 12, -1)[:, 9:].abs().max()) == 0  # padding moves nothing
 

@@ -52,7 +52,9 @@ SITE = Site(
 )
 
 
-def softmax_statistics(seed: int = 0, num_tokens: int = T) -> tuple[Softmax, Statistics, Tensor, Tensor]:
+def softmax_statistics(
+    seed: int = 0, num_tokens: int = T, window_tokens: int = 32
+) -> tuple[Softmax, Statistics, Tensor, Tensor]:
     """The model, its statistics, and in fp32: x [T, K] and g = one-hot(y) − p by hand, y sampled."""
     generator = torch.Generator().manual_seed(seed)
     model = Softmax(torch.randn(N, K, generator=generator) * 0.5)
@@ -65,7 +67,13 @@ def softmax_statistics(seed: int = 0, num_tokens: int = T) -> tuple[Softmax, Sta
     rows = torch.arange(0, num_tokens, 2)
     inputs = Inputs(x_TK=x_TK.bfloat16(), unrounded_RK=x_TK[rows], unrounded_rows=rows)
     matrix = MatrixStatistics(inputs=inputs, g_TN=g_TN.bfloat16())
-    statistics = Statistics(num_scored=num_tokens, matrices={"map.weight": matrix}, embeddings={}, heads={})
+    statistics = Statistics(
+        num_scored=num_tokens,
+        matrices={"map.weight": matrix},
+        embeddings={},
+        heads={},
+        window_tokens=window_tokens,
+    )
     return model, statistics, x_TK, g_TN
 
 
@@ -94,30 +102,30 @@ def error_of(model: Softmax, scheme: str) -> Tensor:
 
 
 @pytest.mark.parametrize("scheme", ["int4_g32", "int3_g64", "int8_w", "fp6_w"])
-def test_windows_of_one_token_are_the_per_token_form(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+def test_windows_of_one_token_are_the_per_token_form(scheme: str) -> None:
     """½ E[(gᵀ E x)²], token by token in float64."""
-    monkeypatch.setattr(seen_module, "WINDOW_TOKENS", 1)
-    model, statistics, x_TK, g_TN = softmax_statistics()
+    model, statistics, x_TK, g_TN = softmax_statistics(window_tokens=1)
     found = scores_of(model, statistics, Candidate(scheme=scheme))
     error = error_of(model, scheme).double()
     per_token = torch.einsum("tn,nk,tk->t", g_TN.double(), error, x_TK.double())
     assert found[Candidate(scheme=scheme)] == pytest.approx(float(0.5 * per_token.square().mean()), rel=0.01)
 
 
-@pytest.mark.parametrize("num_tokens", [96, 100, 31])
-def test_windows_sum_before_they_square(num_tokens: int) -> None:
-    """⟨D_w, E⟩ = Σ_{t in w} g_tᵀ E x_t over windows of 32 tokens; the last one may be short."""
-    model, statistics, x_TK, g_TN = softmax_statistics(num_tokens=num_tokens)
+@pytest.mark.parametrize(("num_tokens", "width"), [(96, 32), (100, 32), (31, 32), (300, 2), (300, 128)])
+def test_windows_sum_before_they_square(num_tokens: int, width: int) -> None:
+    """⟨D_w, E⟩ = Σ_{t in w} g_tᵀ E x_t over windows of neighbouring tokens; the last one may be short."""
+    model, statistics, x_TK, g_TN = softmax_statistics(num_tokens=num_tokens, window_tokens=width)
     found = scores_of(model, statistics, Candidate(scheme="int4_g32"))[Candidate(scheme="int4_g32")]
     per_token = torch.einsum("tn,nk,tk->t", g_TN.double(), error_of(model, "int4_g32").double(), x_TK.double())
-    windows = [float(part.sum()) ** 2 for part in per_token.split(32)]
+    windows = [float(part.sum()) ** 2 for part in per_token.split(width)]
     assert found == pytest.approx(0.5 * sum(windows) / num_tokens, rel=0.02)
 
 
 @pytest.fixture(autouse=True)
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closed forms are held against products in fp32; one test says how far those in bf16 may lie off."""
-    monkeypatch.setattr(score_module, "_product_dtype", lambda: torch.float32)
+    for module in (score_module, seen_module):
+        monkeypatch.setattr(module, "product_dtype", lambda: torch.float32)
 
 
 def test_products_in_bf16_move_a_score_by_less_than_half_a_percent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +133,7 @@ def test_products_in_bf16_move_a_score_by_less_than_half_a_percent(monkeypatch: 
     model, statistics, _, _ = softmax_statistics(num_tokens=40 * 32)
     candidates = candidates_of(["int4_g32", "int8_w", "bf16", "fp6_w"])
     exact = scores_of(model, statistics, *candidates)
-    monkeypatch.setattr(score_module, "_product_dtype", lambda: torch.bfloat16)
+    monkeypatch.setattr(score_module, "product_dtype", lambda: torch.bfloat16)
     rounded = scores_of(model, statistics, *candidates)
     assert rounded == pytest.approx(exact, rel=5e-3)
     assert rounded != exact
@@ -141,16 +149,16 @@ def test_one_candidate_scores_as_it_does_among_many(monkeypatch: pytest.MonkeyPa
     for candidate in candidates:
         assert scores_of(model, statistics, candidate)[candidate] == together[candidate]
     monkeypatch.setattr(score_module, "_BLOCK_NUMBERS", 1)
+    monkeypatch.setattr(score_module, "_BLOCK_WINDOWS", 2)
     monkeypatch.setattr(score_module, "_ERROR_NUMBERS", 1)
     for candidate in candidates:
         alone = scores_of(model, statistics, candidate)
         assert alone[candidate] == pytest.approx(together[candidate], rel=1e-4)
 
 
-def test_the_per_token_form_tends_to_the_true_kl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_per_token_form_tends_to_the_true_kl() -> None:
     """For independent tokens the form estimates E KL(softmax(W x) ‖ softmax((W + E) x)), here from 20,000 of them."""
-    monkeypatch.setattr(seen_module, "WINDOW_TOKENS", 1)
-    model, statistics, x_TK, _ = softmax_statistics(num_tokens=20_000)
+    model, statistics, x_TK, _ = softmax_statistics(num_tokens=20_000, window_tokens=1)
     candidate = Candidate(scheme="int4_g32")
     found = scores_of(model, statistics, candidate)[candidate]
     weight = model.map.weight.double()
@@ -161,10 +169,9 @@ def test_the_per_token_form_tends_to_the_true_kl(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "mxfp4"])
-def test_rounding_the_inputs_adds_their_own_share(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+def test_rounding_the_inputs_adds_their_own_share(scheme: str) -> None:
     """Score = the weights' share + ½ E[(uᵀ δ)²] with u = Wᵀ g, over the tokens that are kept unrounded."""
-    monkeypatch.setattr(seen_module, "WINDOW_TOKENS", 1)
-    model, statistics, x_TK, g_TN = softmax_statistics()
+    model, statistics, x_TK, g_TN = softmax_statistics(window_tokens=1)
     found = scores_of(model, statistics, Candidate(scheme=scheme))[Candidate(scheme=scheme)]
     activations = SCHEMES[scheme].activations
     assert activations is not None
@@ -294,8 +301,7 @@ def test_fused_rows_and_experts_each_have_their_score(make_tiny_model: Callable[
         statistics = calibrate(model, sites, text, seed=0, stage=NoStage())
         candidate = Candidate(scheme="int4_g32")
         found = {
-            at.site.name: at.kl[candidate]
-            for at in score(model, sites, statistics, quantizer_of(sites), [candidate])
+            at.site.name: at.kl[candidate] for at in score(model, sites, statistics, quantizer_of(sites), [candidate])
         }
         assert set(found) == {site.name for site in sites}
         for matrix in matrices_of(sites):

@@ -3,21 +3,23 @@
 An error E of the weight shifts the text's log-likelihood by Σ_t g_tᵀ E x_t. Squared and averaged with the outputs taken
 for independent, every row e of E does the damage eᵀ H e with one H of all rows:
 
-    H = Σ_w X_wᵀ (G_w G_wᵀ) X_w / Σ_t ‖g_t‖²      windows w of 32 tokens, X_w [32, K] and G_w [32, N] their x and g
+    H = Σ_w X_wᵀ (G_w G_wᵀ) X_w / Σ_t ‖g_t‖²      windows w of n tokens, X_w [n, K] and G_w [n, N] their x and g
 
 A weight's error is the same at every token, so the products of neighbouring tokens (off the diagonal of G_w G_wᵀ) count
 as they do in scoring (`search/score.py`); with windows of one token H is E[w x xᵀ], w_t = ‖g_t‖² / mean ‖g‖². Without
 gradients (at the output head) H = E[x xᵀ], which is also what plain GPTQ takes.
 
-Everything is formed when it is first asked for, and dropped with the object.
+Everything is formed when it is first asked for, and dropped with the object. Products are formed in bf16 where the
+processor has such instructions: x and g are kept in no more, and what a sum of thousands loses lies far below what the
+sample of tokens leaves open.
 
-Legend: T tokens, N outputs, K inputs.
+Legend: T tokens, N outputs, K inputs, W windows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -26,10 +28,12 @@ from bitwright.quantize.curvature import Curvature
 from bitwright.quantize.fitted import Fitted
 from bitwright.quantize.moment import InputMoment
 
-#: Tokens whose errors are summed before squaring (docs/decisions/0002).
+#: Tokens whose errors are summed before squaring, where predictions are of tokens (docs/decisions/0002).
 WINDOW_TOKENS = 32
 #: Columns of H formed at once: the other half follows by symmetry.
 _BLOCK_COLUMNS = 384
+#: Tokens summed before the sum is kept in fp32.
+_BLOCK_TOKENS = 2048
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,6 +44,8 @@ class Seen:
     x_TK: Tensor
     #: Floats [T, N]: gradient of the text's log-likelihood at the outputs; None: tokens and outputs count alike.
     g_TN: Tensor | None = None
+    #: Tokens whose errors are summed before squaring.
+    window_tokens: int = WINDOW_TOKENS
 
     @cached_property
     def token_weights_T(self) -> Tensor | None:
@@ -54,7 +60,7 @@ class Seen:
     @cached_property
     def plain(self) -> Curvature:
         """E[x xᵀ], whatever the outputs do."""
-        x_TK = self.x_TK.float()
+        x_TK = self.x_TK.to(product_dtype())
         return Curvature.of(_symmetric_product(x_TK, x_TK) / max(1, x_TK.shape[0]))
 
     @cached_property
@@ -62,34 +68,47 @@ class Seen:
         """H as the module's opening has it."""
         if self.g_TN is None:
             return self.plain
-        x_TK = self.x_TK.float()
-        g_WtN, x_WtK = windows(self.g_TN), windows(x_TK)
-        products_Wtt = torch.bmm(g_WtN.float(), g_WtN.float().transpose(1, 2))
-        total = float(products_Wtt.diagonal(dim1=1, dim2=2).sum())
-        mixed_TK = torch.bmm(products_Wtt, x_WtK).flatten(0, 1) / max(total, 1e-30)
-        return Curvature.of(_symmetric_product(x_WtK.flatten(0, 1), mixed_TK))
+        dtype = product_dtype()
+        g_WtN = windows(self.g_TN.to(dtype), self.window_tokens)
+        x_WtK = windows(self.x_TK.to(dtype), self.window_tokens)
+        products_Wtt = torch.bmm(g_WtN, g_WtN.transpose(1, 2))
+        total = float(products_Wtt.diagonal(dim1=1, dim2=2).sum(dtype=torch.float32))
+        mixed_WtK = torch.bmm(products_Wtt, x_WtK)
+        product_KK = _symmetric_product(x_WtK.flatten(0, 1), mixed_WtK.flatten(0, 1))
+        return Curvature.of(product_KK.div_(max(total, 1e-30)))
 
     def changed(self, fitted: Fitted) -> Seen:
         """The same tokens as the changed weight of a transform sees them."""
         if fitted.is_identity:
             return self
-        return Seen(x_TK=fitted.input(self.x_TK.float()), g_TN=self.g_TN)
+        return replace(self, x_TK=fitted.input(self.x_TK.float()))
 
 
-def windows(values_TD: Tensor) -> Tensor:
-    """Cut [T, D] into [W, WINDOW_TOKENS, D], the last window filled up with zeros."""
-    missing = -values_TD.shape[0] % WINDOW_TOKENS
+def windows(values_TD: Tensor, width: int = WINDOW_TOKENS) -> Tensor:
+    """Cut [T, D] into [W, width, D], the last window filled up with zeros."""
+    missing = -values_TD.shape[0] % width
     if missing:
         values_TD = torch.cat([values_TD, values_TD.new_zeros(missing, values_TD.shape[1])])
-    return values_TD.reshape(-1, WINDOW_TOKENS, values_TD.shape[1])
+    return values_TD.reshape(-1, width, values_TD.shape[1])
+
+
+@cache
+def product_dtype() -> torch.dtype:
+    """bf16 where the processor multiplies it natively, else fp32."""
+    capabilities = torch.cpu.get_capabilities()
+    return torch.bfloat16 if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else torch.float32
 
 
 def _symmetric_product(left_TK: Tensor, right_TK: Tensor) -> Tensor:
-    """leftᵀ right, which is known to be symmetric: only blocks on and below the diagonal are multiplied."""
-    columns = left_TK.shape[1]
-    product_KK = torch.empty(columns, columns)
+    """leftᵀ right, which is known to be symmetric, fp32: only blocks on and below the diagonal are multiplied."""
+    num_tokens, columns = left_TK.shape
+    product_KK = torch.zeros(columns, columns)
+    for first in range(0, num_tokens, _BLOCK_TOKENS):
+        tokens = slice(first, first + _BLOCK_TOKENS)
+        for start in range(0, columns, _BLOCK_COLUMNS):
+            stop = min(columns, start + _BLOCK_COLUMNS)
+            product_KK[start:stop, :stop] += left_TK[tokens, start:stop].T @ right_TK[tokens, :stop]
     for start in range(0, columns, _BLOCK_COLUMNS):
         stop = min(columns, start + _BLOCK_COLUMNS)
-        product_KK[start:stop, :stop] = left_TK[:, start:stop].T @ right_TK[:, :stop]
         product_KK[:start, start:stop] = product_KK[start:stop, :start].T
     return product_KK

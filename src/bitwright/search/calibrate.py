@@ -31,6 +31,9 @@ from bitwright.errors import ModelError
 from bitwright.models.linear_calls import LinearCalls, Matrix
 from bitwright.models.sites import Site
 from bitwright.models.spool import Spool
+from bitwright.quantize.seen import WINDOW_TOKENS
+from bitwright.search.output import Output
+from bitwright.search.outputs.tokens import Tokens
 from bitwright.search.progress import Stage
 from bitwright.search.text import TextSet
 from bitwright.search.token_rows import HeldRows, Rows, SpooledRows, append
@@ -43,20 +46,6 @@ NUM_UNROUNDED_TOKENS = 512
 NUM_HEAD_TOKENS = 512
 
 
-class Output(Protocol):
-    """What of a model's output is compared, and so what its sampled log-likelihood is."""
-
-    def log_likelihood(
-        self, model: nn.Module, ids: Tensor, scored: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, int]:
-        """Run the model on ids [sequences, length] and sample an outcome from its own prediction.
-
-        Returns:
-            The outcome's log-likelihood (nats, 0-d, summed over scored predictions; its gradient is what calibration
-            sees) and the number of scored predictions. Not finite where the prediction is not.
-        """
-
-
 class Observer(AbstractContextManager, Protocol):
     """Sees the calibration pass from within: entered before it, left after it."""
 
@@ -67,21 +56,6 @@ class Observer(AbstractContextManager, Protocol):
             rows: the sequences of the text.
             real_rows: bool [tokens of the batch]; None where all are real.
         """
-
-
-class SampledTokens:
-    """Next tokens, drawn from the model's own distributions: Σ log p(y_t)."""
-
-    def log_likelihood(
-        self, model: nn.Module, ids: Tensor, scored: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, int]:
-        """See `Output`."""
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-        log_p = logits[scored[:, 1:]].log_softmax(-1)
-        if not _is_finite(log_p.detach()):
-            return log_p.detach().sum(), int(log_p.shape[0])
-        drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
-        return log_p.gather(-1, drawn).sum(), int(log_p.shape[0])
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -127,6 +101,8 @@ class Statistics:
     embeddings: dict[str, EmbeddingStatistics]
     #: Matrix name → inputs of the output head, fp32 [tokens, hidden].
     heads: dict[str, Tensor]
+    #: Neighbouring tokens whose errors are summed before squaring; whole texts where predictions are of texts.
+    window_tokens: int = WINDOW_TOKENS
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -239,7 +215,7 @@ def calibrate(
     num_sequences, length = text.input_ids.shape
     num_tokens = num_sequences * length
     generator = torch.Generator().manual_seed(seed)
-    output = SampledTokens() if output is None else output
+    output = Tokens() if output is None else output
     recorder = _Recorder(
         generator=generator,
         num_tokens=num_tokens,
@@ -267,7 +243,7 @@ def calibrate(
             _raise_if_gradients_not_finite(recorder, rows)
             num_scored += num_predictions
             stage.advance(rows.stop - rows.start)
-    return _assemble(recorder, num_scored)
+    return _assemble(recorder, num_scored, length if output.unit == "text" else WINDOW_TOKENS)
 
 
 @contextmanager
@@ -351,7 +327,7 @@ class _Matrices(Mapping[str, MatrixStatistics]):
         return len(self._first_reader)
 
 
-def _assemble(recorder: _Recorder, num_scored: int) -> Statistics:
+def _assemble(recorder: _Recorder, num_scored: int, window_tokens: int) -> Statistics:
     matrices = _Matrices(recorder)
     return Statistics(
         num_scored=num_scored,
@@ -361,4 +337,5 @@ def _assemble(recorder: _Recorder, num_scored: int) -> Statistics:
             for name, ids in recorder.ids.items()
         },
         heads={name: torch.cat(parts) for name, parts in recorder.head_inputs.items()},
+        window_tokens=window_tokens,
     )

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from bitwright.models.linear_calls import matrices_of
 from bitwright.models.sites import Site, site_weight
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS
-from bitwright.quantize.seen import WINDOW_TOKENS, Seen
+from bitwright.quantize.seen import Seen
 from bitwright.search.calibrate import Statistics
 from bitwright.search.candidate import Candidate
 from bitwright.search.quantizer import Quantizer
@@ -66,7 +66,7 @@ def _sample(sites: Sequence[Site], statistics: Statistics) -> list[tuple[Site, s
     by_role: dict[str, list[tuple[Site, str]]] = defaultdict(list)
     for matrix in matrices_of(sites):
         found = statistics.matrices.get(matrix.name)
-        if found is not None and found.g_TN.shape[0] >= 2 * _MIN_WINDOWS * WINDOW_TOKENS:
+        if found is not None and found.g_TN.shape[0] >= 2 * _MIN_WINDOWS * statistics.window_tokens:
             for site in matrix.sites:
                 by_role[site.role].append((site, matrix.name))
     sampled = []
@@ -80,7 +80,7 @@ def _ratios(
     site: Site, matrix_name: str, weight_NK: Tensor, statistics: Statistics, candidates: Sequence[Candidate]
 ) -> dict[Candidate, float]:
     num_tokens = statistics.matrices[matrix_name].g_TN.shape[0]
-    middle = num_tokens // (2 * WINDOW_TOKENS) * WINDOW_TOKENS
+    middle = num_tokens // (2 * statistics.window_tokens) * statistics.window_tokens
     own = seen_at(site, matrix_name, statistics, slice(0, middle))
     other = seen_at(site, matrix_name, statistics, slice(middle, 2 * middle))
     assert own is not None and other is not None

@@ -8,8 +8,9 @@ at token t by E x_t, and so the text's log-likelihood, to first order, by
 E is one and the same at every token, so the s_t of neighbouring tokens are correlated: dropping the products between
 tokens (the per-token form ½ E[s_t²]) misjudged q by × 0.6 and v by × 0.3 … 2. Summing over whole sequences keeps all
 products, but leaves few independent samples. Windows of 32 tokens keep what matters and leave enough of them; they
-predicted measured single-site KLs best of all forms tried (docs/decisions/0002). Per window w the gradient of the
-weight is formed once,
+predicted measured single-site KLs best of all forms tried (docs/decisions/0002). Where a prediction is of a whole text
+(the vector of an encoder), all its tokens move it together, and the window is the text. Per window w the gradient of
+the weight is formed once,
 
     D_w = Σ_{t in w} g_t x_tᵀ [N, K],        s_w = ⟨D_w, E⟩        KL ≈ ½ Σ_w s_w² / scored tokens
 
@@ -29,9 +30,8 @@ Legend: T tokens, N outputs, K inputs, C candidates, R sampled tokens, W windows
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -41,13 +41,14 @@ from bitwright.models.linear_calls import matrices_of
 from bitwright.models.sites import Site, site_weight
 from bitwright.quantize import SCHEMES, TRANSFORMS
 from bitwright.quantize.fitted import Fitted
-from bitwright.quantize.seen import Seen, windows
+from bitwright.quantize.seen import Seen, product_dtype, windows
 from bitwright.quantize.static_scales import find_static_scale, overflows, round_input
 from bitwright.search.calibrate import EmbeddingStatistics, Inputs, MatrixStatistics, Statistics
 from bitwright.search.candidate import Candidate
 from bitwright.search.quantizer import Quantizer
 
-#: Numbers of window gradients formed at once: they stay in the cache while all candidates read them.
+#: Windows, and numbers of their gradients, formed at once: they stay in the cache while all candidates read them.
+_BLOCK_WINDOWS = 64
 _BLOCK_NUMBERS = 4 << 20
 #: Errors multiplied at once; see `_window_kls`.
 _ERROR_BATCH = 16
@@ -109,15 +110,16 @@ def seen_at(site: Site, matrix_name: str, statistics: Statistics, tokens: slice 
 
     A token reads its row of an embedding as it is: what an error of a row meets are the gradients at its output.
     """
+    width = statistics.window_tokens
     if matrix_name in statistics.heads:
-        return Seen(x_TK=statistics.heads[matrix_name][tokens])
+        return Seen(x_TK=statistics.heads[matrix_name][tokens], window_tokens=width)
     if matrix_name in statistics.embeddings:
-        return Seen(x_TK=statistics.embeddings[matrix_name].g_TH[tokens])
+        return Seen(x_TK=statistics.embeddings[matrix_name].g_TH[tokens], window_tokens=width)
     found = statistics.matrices.get(matrix_name)
     if found is None:
         return None
     first, last = site.rows or (0, found.g_TN.shape[1])
-    return Seen(x_TK=found.inputs.x_TK[tokens], g_TN=found.g_TN[tokens, first:last])
+    return Seen(x_TK=found.inputs.x_TK[tokens], g_TN=found.g_TN[tokens, first:last], window_tokens=width)
 
 
 class _JointFits:
@@ -139,7 +141,7 @@ class _JointFits:
             weights = torch.cat([site_weight(self._model, site) for site in self._sites])
             parts = [seen for site in self._sites if (seen := self._seen_of[site.name]) is not None]
             gradients = [seen.g_TN for seen in parts if seen.g_TN is not None]
-            seen = Seen(x_TK=parts[0].x_TK, g_TN=torch.cat(gradients, dim=1)) if parts else None
+            seen = replace(parts[0], g_TN=torch.cat(gradients, dim=1)) if parts else None
             self._found[key] = transform.fit(weights, scheme, seen)
         return self._found[key]
 
@@ -161,7 +163,7 @@ def _score_site(
         return SiteScores(site=site, kl=_score_head(weight_NK, error_of, statistics, matrix_name, runs))
     if matrix_name in statistics.embeddings:
         found = statistics.embeddings[matrix_name]
-        return SiteScores(site=site, kl={c: _embedding_kl(error_of(c), found, statistics.num_scored) for c in runs})
+        return SiteScores(site=site, kl={c: _embedding_kl(error_of(c), found, statistics) for c in runs})
     matrix = statistics.matrices[matrix_name]
     assert seen.g_TN is not None
     weights = weight_kls(seen, error_of, list(runs), weight_NK.numel(), statistics.num_scored)
@@ -187,39 +189,37 @@ def weight_kls(
     for start in range(0, len(candidates), per_batch):
         batch = candidates[start : start + per_batch]
         errors = [error_of(candidate) for candidate in batch]
-        scores |= zip(batch, _window_kls(seen.g_TN, seen.x_TK, errors, num_scored), strict=True)
+        scores |= zip(batch, _window_kls(seen, errors, num_scored), strict=True)
     return scores
 
 
-def _window_kls(g_TN: Tensor, x_TK: Tensor, errors: Sequence[Tensor], num_scored: int) -> list[float]:
+def _window_kls(seen: Seen, errors: Sequence[Tensor], num_scored: int) -> list[float]:
     """½ Σ_w ⟨D_w, E⟩² / num_scored for each error [N, K].
 
     Errors are multiplied in batches of one fixed width, filled up with zeros: the last bits of a score then do not
-    depend on which others are asked for with it. The products are formed in bf16 where the processor has such
-    instructions: a window sums thousands of them, and scores move by a tenth of a percent.
+    depend on which others are asked for with it. In bf16 (`product_dtype`) scores move by a tenth of a percent.
     """
-    dtype = _product_dtype()
+    assert seen.g_TN is not None
+    dtype = product_dtype()
     num_outputs, num_inputs = errors[0].shape
-    g_WtN, x_WtK = windows(g_TN.to(dtype)), windows(x_TK.to(dtype))
+    g_WtN = windows(seen.g_TN.to(dtype), seen.window_tokens)
+    x_WtK = windows(seen.x_TK.to(dtype), seen.window_tokens)
     num_windows = g_WtN.shape[0]
     sums_WC = torch.zeros(num_windows, -(-len(errors) // _ERROR_BATCH) * _ERROR_BATCH)
-    block = max(1, _BLOCK_NUMBERS // (num_windows * num_inputs))
+    block = max(1, _BLOCK_NUMBERS // (min(num_windows, _BLOCK_WINDOWS) * num_inputs))
     for row in range(0, num_outputs, block):
-        gradient_WM = torch.bmm(g_WtN[:, :, row : row + block].transpose(1, 2), x_WtK).flatten(1)
-        for first in range(0, len(errors), _ERROR_BATCH):
-            columns = torch.zeros(_ERROR_BATCH, gradient_WM.shape[1], dtype=dtype)
-            for column, error in zip(columns, errors[first : first + _ERROR_BATCH], strict=False):
-                column.copy_(error[row : row + block].reshape(-1))
-            sums_WC[:, first : first + _ERROR_BATCH] += gradient_WM @ columns.T
+        rows = slice(row, min(row + block, num_outputs))
+        columns_CM = torch.zeros(sums_WC.shape[1], (rows.stop - row) * num_inputs, dtype=dtype)
+        for column, error in zip(columns_CM, errors, strict=False):
+            column.copy_(error[rows].reshape(-1))
+        for first in range(0, num_windows, _BLOCK_WINDOWS):
+            part = slice(first, first + _BLOCK_WINDOWS)
+            gradient_WM = torch.bmm(g_WtN[part, :, rows].transpose(1, 2), x_WtK[part]).flatten(1)
+            for batch in range(0, sums_WC.shape[1], _ERROR_BATCH):
+                some = slice(batch, batch + _ERROR_BATCH)
+                sums_WC[part, some] += gradient_WM @ columns_CM[some].T
     kls_C = sums_WC.double().square().sum(0) / (2 * num_scored)
     return [float(kl) for kl in kls_C[: len(errors)]]
-
-
-@functools.cache
-def _product_dtype() -> torch.dtype:
-    """bf16 where the processor multiplies it natively, else fp32."""
-    capabilities = torch.cpu.get_capabilities()
-    return torch.bfloat16 if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else torch.float32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,9 +269,10 @@ def _expected_overflows(inputs: Inputs, run: SiteRule, per_sampled: float) -> fl
     return count / 2
 
 
-def _embedding_kl(error_VH: Tensor, found: EmbeddingStatistics, num_scored: int) -> float:
+def _embedding_kl(error_VH: Tensor, found: EmbeddingStatistics, statistics: Statistics) -> float:
     change_T = (error_VH[found.ids_T] * found.g_TH.float()).sum(-1, keepdim=True)
-    return float(windows(change_T).sum((1, 2)).double().square().sum()) / (2 * num_scored)
+    sums_W = windows(change_T, statistics.window_tokens).sum((1, 2))
+    return float(sums_W.double().square().sum()) / (2 * statistics.num_scored)
 
 
 def _score_head(
@@ -296,5 +297,5 @@ def _score_head(
         log_q = (inputs @ weight.T).log_softmax(-1)
         scores[candidate] = float((p * (log_p - log_q)).sum(-1).double().mean())
         if embedding is not None:
-            scores[candidate] += _embedding_kl(error, embedding, statistics.num_scored)
+            scores[candidate] += _embedding_kl(error, embedding, statistics)
     return scores

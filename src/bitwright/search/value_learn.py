@@ -15,8 +15,9 @@ from bitwright.models import Site
 from bitwright.models.value_sites import ValueSite
 from bitwright.quantize import VALUE_SCHEMES
 from bitwright.search.cache import Cache
-from bitwright.search.calibrate import Output, calibrate
+from bitwright.search.calibrate import calibrate
 from bitwright.search.candidate import Candidate
+from bitwright.search.output import Output
 from bitwright.search.progress import Progress
 from bitwright.search.text import TextSet
 from bitwright.search.value_observer import ValueObserver

@@ -19,7 +19,6 @@ from bitwright.models.loaded import LoadedModel, has_head
 from bitwright.models.spool import Spool
 from bitwright.plan import Perplexity
 from bitwright.search import bootstrap
-from bitwright.search.calibrate import SampledTokens
 from bitwright.search.compare import Reference, TokenEffects, compare, run_logits, run_reference
 from bitwright.search.output import OutputKind
 from bitwright.search.progress import Stage
@@ -39,8 +38,12 @@ class Tokens:
     def log_likelihood(
         self, model: nn.Module, ids: Tensor, scored: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, int]:
-        """Σ log p(y_t), y_t drawn from the model's prediction of every scored token."""
-        return SampledTokens().log_likelihood(model, ids, scored, generator)
+        """Σ log p(y_t), y_t drawn from the model's prediction of every scored token; not finite where that is not."""
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+        log_p = logits[scored[:, 1:]].log_softmax(-1)
+        if not bool(torch.isfinite(log_p.detach().sum())):
+            return log_p.detach().sum(), int(log_p.shape[0])
+        return log_p.gather(-1, draw(log_p.detach(), generator)).sum(), int(log_p.shape[0])
 
     def run_reference(
         self,
@@ -74,6 +77,16 @@ class Tokens:
             "top1_agreement": bootstrap.agreement_estimate(effects, seed).interval,
             "kl_p999": float(np.quantile(effects.token_kl, 0.999)) if num_tokens >= TAIL_TOKENS else None,
         }
+
+
+def draw(log_p_TV: Tensor, generator: torch.Generator) -> Tensor:
+    """One token from each distribution, int64 [T, 1]: where its cumulated probabilities reach a number drawn from them.
+
+    (`torch.multinomial` draws a number for every token of the vocabulary, which took as long as the head.)
+    """
+    reached_TV = log_p_TV.exp().cumsum(-1)
+    drawn_T1 = torch.rand(log_p_TV.shape[0], 1, generator=generator) * reached_TV[:, -1:]
+    return torch.searchsorted(reached_TV, drawn_T1, right=True).clamp_(max=log_p_TV.shape[1] - 1)
 
 
 def _open(loaded: LoadedModel) -> Tokens:
