@@ -37,17 +37,6 @@ SHAPES = {
     "0.9B": (14, 1536, 8960, 12, 2),
     "1.5B": (28, 1536, 8960, 12, 2),
 }
-TOKENS = 512
-SEQUENCE_LENGTH = 64
-EVALUATION_SEQUENCES = 8
-#: Name → (layers, hidden, intermediate, heads, key-value heads); the last is Qwen2-1.5B.
-SHAPES = {
-    "0.2B": (6, 896, 2432, 14, 2),
-    "0.4B": (20, 896, 3072, 14, 2),
-    "0.8B": (12, 1536, 8960, 12, 2),
-    "1.1B": (20, 1536, 8960, 12, 2),
-    "1.5B": (28, 1536, 8960, 12, 2),
-}
 TOKENS = (512, 1024, 2048, 4096)
 TOKENS_SHAPE = "0.1B"
 #: What has to hold for the largest.
