@@ -9,7 +9,7 @@ import pytest
 from tiny_search import search_options
 
 from bitwright import hardware
-from bitwright.errors import BudgetError, HardwareError, SchemeError, UnknownName
+from bitwright.errors import BudgetError, HardwareError, PlanError, SchemeError, UnknownName
 from bitwright.models import find_sites
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.value_sites import find_value_sites
@@ -19,6 +19,7 @@ from bitwright.search.candidate import Candidate
 from bitwright.search.choices import find_choices
 from bitwright.search.optimize import optimize
 from bitwright.search.price import AS_LOADED
+from bitwright.search.verify import verify
 
 W4, W8, FP8 = (Candidate(scheme=name) for name in ("int4_g64", "int8_w", "fp8"))
 
@@ -145,6 +146,20 @@ def test_an_engine_leaves_its_reasons_in_the_plan(load_tiny: Callable[..., Loade
     for layer in ("model.layers.0", "model.layers.1"):
         assert len({schemes[f"{layer}.self_attn.{part}_proj"] for part in "qkv"}) == 1
         assert schemes[f"{layer}.mlp.gate_proj"] == schemes[f"{layer}.mlp.up_proj"]
+
+
+def test_sites_that_a_file_names_are_the_ones_that_are_verified(
+    load_tiny: Callable[..., LoadedModel], prose: Path, tmp_path: Path
+) -> None:
+    names = tmp_path / "sites.toml"
+    names.write_text('[[site]]\nmodule = "model.layers.*.mlp.up_proj"\nrole = "mlp.up"\n', encoding="utf-8")
+    loaded = load_tiny("llama")
+    plan = optimize(loaded, budget=Budget(effective_bits=8.5), site_file=names, **search_options(prose))
+    assert [site.name for site in plan.sites] == [f"model.layers.{layer}.mlp.up_proj" for layer in (0, 1)]
+    assert plan.measured is not None and verify(plan, model=loaded).kl == plan.measured.kl
+    names.unlink()
+    with pytest.raises(PlanError, match="put it back: it names the sites"):
+        verify(plan, model=loaded)
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,11 @@ def reason_for(site: AnySite, choice: Candidate, mended: Mended, *, asked: tuple
     """
     if choice == AS_LOADED and not any(site in group.sites for group in mended.problem.groups):
         return why_kept
-    for repair in mended.repairs:
-        if repair.site in (site.name, site.tied_group):
-            return f"raised from {repair.from_scheme}: {repair.why}"
     problem = mended.problem
     group = next(group for group in problem.groups if site in group.sites)
+    for repair in mended.repairs:
+        if repair.site in {name for tied in group.sites for name in (tied.name, tied.tied_group)}:
+            return f"raised from {repair.from_scheme}: {repair.why}{_together(group)}"
     cost = cost_quantity(asked[1], asked[0], problem.prices)
     chosen = _chosen_option(group, [mended.assignment[s.name] for s in group.sites])
     ladder = undominated(group.options, (cost, KL))

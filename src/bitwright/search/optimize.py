@@ -156,6 +156,7 @@ def optimize(
         "model": subject.loaded.name if isinstance(model, LoadedModel) else lasting_path(model),
         "calibration": lasting_path(calibration),
         "evaluation": lasting_path(evaluation),
+        **({} if site_file is None else {"sites": lasting_path(site_file)}),
     }
     return proved.attach(run=clock.run(paths))
 

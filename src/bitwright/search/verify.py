@@ -207,8 +207,13 @@ def reopen(
 ) -> Reopened:
     """Load a plan's model and cut its final text again; arguments and errors are those of `verify`."""
     source = model if model is not None else _where_planned(plan, "model", plan.model.name, "--model")
+    site_file = _where_planned(plan, "sites", "") or None
     with progress.stage("load", 1) as stage:
-        loaded = source if isinstance(source, LoadedModel) else load(source, allow_pickle=allow_pickle, seed=plan.seed)
+        loaded = (
+            source
+            if isinstance(source, LoadedModel)
+            else load(source, allow_pickle=allow_pickle, seed=plan.seed, site_file=site_file)
+        )
         stage.advance()
     if loaded.hash != plan.model.hash:
         raise PlanError(
@@ -220,7 +225,7 @@ def reopen(
             "the plan does not say how its text was cut (no options); make it again with bitwright optimize"
         )
     output = open_output(plan.task, loaded)
-    sites = find_sites(loaded.model)
+    sites = find_sites(loaded.model, site_file)
     splits = split_text(
         loaded.tokenizer,
         task=plan.task,
@@ -251,7 +256,8 @@ def _where_planned(plan: Plan, what: str, name: str, option: str | None = None) 
     """Where a plan's model or text lay. Raises PlanError where a file or folder is gone."""
     where = plan.run.paths.get(what, name)
     if Path(where).is_absolute() and not Path(where).exists():
-        advice = f"give it with {option}" if option else "put it back: it tells which text must not be measured on"
+        needed = "it names the sites" if what == "sites" else "it tells which text must not be measured on"
+        advice = f"give it with {option}" if option else f"put it back: {needed}"
         raise PlanError(f"the plan's {what} lay at '{where}' and is no longer there; {advice}")
     return where
 
