@@ -79,6 +79,17 @@ def test_the_measured_front(plan: Plan) -> None:
     assert plan.latency is not None and own.decode_s_per_token == plan.latency.decode_s_per_token
 
 
+def test_an_overflow_limit_is_measured(load_tiny: Callable[..., LoadedModel], prose: Path) -> None:
+    """Per million of all values that pass the model, counted before the cast while the final text ran."""
+    options = search_options(prose, schemes=["fp8_static", "int8_w"], hardware="h100", tokens=256)
+    loose = optimize(load_tiny("llama"), budget=Budget(effective_bits=8.5, max_overflow_risk=1e5), **options)
+    (limit,) = [limit for limit in loose.limits if limit.name == "max_overflow_risk"]
+    assert limit.status == "measured" and loose.measured is not None
+    assert 0 <= limit.value <= (loose.measured.overflows or 0.0)
+    calm = optimize(load_tiny("llama"), budget=Budget(effective_bits=8.5, max_overflow_risk=0.0), **options)
+    assert calm.met and {site.scheme for site in calm.sites} == {"int8_w", "as_loaded"}
+
+
 def test_robustness(plan: Plan) -> None:
     """Another seed and another set of text; the plan on texts of twice and four times the length."""
     found = plan.robustness

@@ -26,7 +26,7 @@ from bitwright.plan import QUALITY_LIMITS, Budget, Limit
 from bitwright.search.price import Prices
 
 #: Limits on time are held against predictions, since nothing is run on the plan's hardware here.
-_PREDICTED = frozenset({"latency_sla_s", "min_tokens_per_s", "prefill_sla_s", "max_overflow_risk"})
+_PREDICTED = frozenset({"latency_sla_s", "min_tokens_per_s", "prefill_sla_s"})
 #: What "memory" and "latency" make small.
 _OBJECTIVES = {"memory": "weight_bytes", "latency": "decode_s", "kl": "kl"}
 

@@ -72,7 +72,7 @@ def optimize(
         workload: the context and the batch that bytes on the device and times are stated for.
         hardware: a device of `bitwright hardware`; by default the machine at hand.
         device_file: a device of one's own, in place of `hardware`.
-        engine: a serving engine whose rules hold too; see `bitwright engines`.
+        engine: a serving engine whose rules hold too: "vllm", "transformers", "llama.cpp", …
         task: "text" scores every token, "chat" the assistant's.
         calibration, evaluation: a built-in set or a .txt, .jsonl or .parquet file.
         tokens: calibration tokens.
@@ -195,6 +195,9 @@ def _prove(plan: Plan, subject: Subject, mended: Mended, progress: Progress) -> 
         name: value_of(name, totals[quantity_of(name)], subject.prices)
         for name in plan.budget.limits.keys() - QUALITY_LIMITS
     }
+    # counted while the final text ran, per million of all values as the limit is
+    share = subject.prices.num_rounded(mended.assignment) / max(1, subject.prices.num_values)
+    values["max_overflow_risk"] = share * (measured.overflows or 0.0)
     limits = judge(plan.budget.limits, {**values, **measured.quality})
     whole_plan = Prediction(
         what="the plan, on the final text",

@@ -102,9 +102,29 @@ class Prices:
 
     @property
     def num_values(self) -> int:
-        """Values per token that choices could round: inputs of the decoder's linears, and values at value sites."""
-        inputs = sum(site.shape[1] for site in self.decoder_sites)
-        return inputs + sum(site.width * len(site.operands) for site in self.value_sites)
+        """Values per token that choices could round: inputs of the decoder's matrices, and values at value sites."""
+        return self._values_at(self.all_sites)
+
+    def num_rounded(self, assignment: Assignment) -> int:
+        """Those of them that an assignment rounds."""
+        rounding = [
+            site
+            for site in self.all_sites
+            if assignment[site.name] != AS_LOADED
+            and (site.kind != "weight" or SCHEMES[assignment[site.name].scheme].activations is not None)
+        ]
+        return self._values_at(rounding)
+
+    def _values_at(self, sites: Sequence[AnySite]) -> int:
+        """Rows of one matrix read one input, which counts once; embedding and head are left out."""
+        inputs: dict[str, int] = {}
+        values = 0
+        for site in sites:
+            if isinstance(site, ValueSite):
+                values += site.width * len(site.operands)
+            elif site.role not in END_ROLES:
+                inputs[site.tied_group or site.name] = site.shape[1]
+        return values + sum(inputs.values())
 
     @property
     def fixed(self) -> Amounts:
