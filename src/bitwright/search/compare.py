@@ -138,7 +138,7 @@ def run_reference(
     for rows in batches(text):
         with _capture_input(head) as captured:
             logits = run_logits(model, text.input_ids[rows])
-        if not bool(torch.isfinite(logits).all()):
+        if not all(bool(torch.isfinite(of_sequence).all()) for of_sequence in logits):
             raise ModelError(
                 f"the reference's logits are not finite in sequences {rows.start} to {rows.stop - 1} of "
                 f"{text.source!r}; no plan can be compared with it: check the checkpoint (a bf16 model saved as fp16?)"
