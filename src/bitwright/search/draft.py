@@ -212,7 +212,8 @@ def _notes(subject: Subject, assignment: Assignment, settings: Settings, unreach
         for what, count in sorted(ragged.items())
     ]
     if unreachable:
-        keeps_ends = settings.budget.max_memory_bytes is not None and not settings.include_head
+        limits_memory = settings.budget.limits.keys() & {"max_memory_bytes", "device_memory_bytes"}
+        keeps_ends = limits_memory and not settings.include_head
         notes.append(
             f"no assignment of the allowed schemes is predicted to keep {' and '.join(unreachable)}; this plan is the "
             "nearest" + ("; --include-head makes embedding and head smaller too" if keeps_ends else "")
