@@ -23,6 +23,7 @@ from bitwright.search.mend import Mended, mend
 from bitwright.search.pareto import pareto_front
 from bitwright.search.probe import measure_roles, probe
 from bitwright.search.progress import Progress, Silent
+from bitwright.search.refine import refine
 from bitwright.search.robustness import study_robustness
 from bitwright.search.settings import default_schemes, first_aim, settle
 from bitwright.search.subject import Subject, known_reference, known_reference_facts, open_subject, spool_folder
@@ -84,7 +85,7 @@ def optimize(
         schemes: names to choose from, of weights and of values; see `default_schemes`.
         roundings, transforms: names to choose from; by default those that are worth trying under each scheme.
         values: which values are in question: "none", "cache", "all", or "auto" (the cache under a context).
-        effort: "default", or "high": every rounding is tried, the slow ones too.
+        effort: "default", or "high": codes are refined once every site has its scheme (`refine.py`), in minutes more.
         site_file: names the sites of a model in which none are found.
         pareto_points: measure the front over quality, memory, latency and stability at so many points; None does not.
         robustness: search again on other text and with another seed, and measure the plan on longer texts.
@@ -105,7 +106,7 @@ def optimize(
     settings = settle(
         budget if budget is not None else Budget(),
         objective=objective,
-        workload=workload if workload is not None else Workload(),
+        workload=workload,
         hardware=hardware,
         device_file=device_file,
         engine=engine,
@@ -151,6 +152,8 @@ def optimize(
         pareto=() if pareto_points is None else pareto_front(mended, meter, pareto_points, seed, clock),
         robustness=study_robustness(subject, settings, mended, meter, clock) if robustness else None,
     )
+    if settings.effort == "high":
+        plan = refine(plan, subject, meter.reference, clock)
     proved = _prove(plan, subject, mended, clock)
     paths = {
         "model": subject.loaded.name if isinstance(model, LoadedModel) else lasting_path(model),

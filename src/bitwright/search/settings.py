@@ -87,21 +87,21 @@ def default_schemes(budget: Budget | None = None, device: Device | None = None) 
 def settle(
     budget: Budget,
     *,
-    objective: str | None,
-    workload: Workload,
-    hardware: str | None,
-    device_file: Path | str | None,
-    engine: str | None,
+    objective: str | None = None,
+    workload: Workload | None = None,
+    hardware: str | None = None,
+    device_file: Path | str | None = None,
+    engine: str | None = None,
     task: str,
     calibration: str | Path,
     evaluation: str | Path,
-    schemes: Sequence[str] | None,
-    roundings: Sequence[str] | None,
-    transforms: Sequence[str] | None,
-    values: str,
-    effort: str,
-    include_head: bool,
-    site_file: Path | str | None,
+    schemes: Sequence[str] | None = None,
+    roundings: Sequence[str] | None = None,
+    transforms: Sequence[str] | None = None,
+    values: str = "auto",
+    effort: str = "default",
+    include_head: bool = False,
+    site_file: Path | str | None = None,
     tokens: int,
     evaluation_tokens: int | None,
     sequence_length: int,
@@ -115,14 +115,13 @@ def settle(
         HardwareError: a device is asked for twice, or its file is wrong.
         BudgetError: limits that contradict each other.
     """
+    workload = workload if workload is not None else Workload()
     settled = settle_budget(budget, objective, workload)
     device, reason = _device(hardware, device_file)
     names = tuple(dict.fromkeys(schemes)) if schemes is not None else default_schemes(settled.budget, device)
     of_weights, of_values = _sort_schemes(names)
     chosen_effort = _one_of(effort, Effort, "effort")
     asked_roundings = _names(roundings, ROUNDINGS)
-    if asked_roundings is None and chosen_effort == "high":
-        asked_roundings = tuple(ROUNDINGS)
     asked_transforms = _names(transforms, TRANSFORMS)
     candidates = candidates_of(of_weights, asked_roundings, asked_transforms)
     if not candidates:

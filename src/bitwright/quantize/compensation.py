@@ -1,0 +1,49 @@
+"""What a weight should aim at when its inputs already carry the errors of earlier ones.
+
+A matrix whose output should be W x reads x + δ instead. The weight that comes nearest to the output it should have had,
+in the damage that `seen.py` weighs errors with, is a regression on what it reads now:
+
+    min over V of  Σ_w ‖(V X̃_wᵀ − W X_wᵀ) G_wᵀ‖²   →   V = W + W C H⁻¹,      C = Σ_w (X_w − X̃_w)ᵀ (G_w G_wᵀ) X̃_w
+
+with H of the inputs X̃ that it reads now, its diagonal raised as for error feedback: what a few thousand tokens say of
+the regression is not trusted further. V is then rounded with feedback under the same H. (The same idea with plain
+moments: Li et al., GPTAQ, arXiv:2504.02692.)
+
+Legend: T tokens, N outputs, K inputs, W windows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bitwright.quantize.seen import Seen, product_dtype, windows
+
+
+@torch.no_grad()
+def compensated(weight_NK: Tensor, seen: Seen, intended_TK: Tensor) -> Tensor:
+    """The weight to aim at, fp32 [N, K].
+
+    Args:
+        weight_NK: the weight as loaded, fp32.
+        seen: the inputs that it reads now, and the gradients at its outputs.
+        intended_TK: the inputs that it was meant to read, token by token.
+    """
+    missing_TK = intended_TK.float() - seen.x_TK.float()
+    cross_KK = _cross_moment(missing_TK, seen)
+    if not bool(torch.isfinite(cross_KK).all()):
+        return weight_NK
+    return weight_NK + torch.linalg.solve(seen.weighted.matrix_KK, (weight_NK @ cross_KK).T).T
+
+
+def _cross_moment(missing_TK: Tensor, seen: Seen) -> Tensor:
+    """C in the unit of `seen.weighted`, fp32 [K, K]."""
+    num_tokens = seen.x_TK.shape[0]
+    if seen.g_TN is None:
+        return missing_TK.T @ seen.x_TK.float() / max(1, num_tokens)
+    dtype = product_dtype()
+    g_WtN = windows(seen.g_TN.to(dtype), seen.window_tokens)
+    products_Wtt = torch.bmm(g_WtN, g_WtN.transpose(1, 2))
+    total = float(products_Wtt.diagonal(dim1=1, dim2=2).sum(dtype=torch.float32))
+    mixed_TK = torch.bmm(products_Wtt, windows(seen.x_TK.to(dtype), seen.window_tokens)).flatten(0, 1)
+    return (missing_TK.to(dtype).T @ mixed_TK[:num_tokens]).float() / max(total, 1e-30)

@@ -1,0 +1,142 @@
+"""Codes improved after every site has its scheme: what `--effort high` adds to a plan.
+
+    flow      every matrix makes up for the errors of all before it            (`refine_flow.py`)
+    scales    scales follow the gradient of the true KL, codes held            (`refine_scales.py`)
+
+Both use the calibration text alone. What they found is then measured on the repair text beside what the plan had, run
+from the tensors that a plan keeps; the least KL stays, and the plan says so. Sites in question are whole matrices that
+store codes under scales of rows or groups, without a transform and with inputs left as they are; all others keep what
+they have, and are made up for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from bitwright.inference import emulate_plan, tensors_of
+from bitwright.models.linear_calls import matrices_of
+from bitwright.models.sites import Site
+from bitwright.plan import Plan, SiteChoice
+from bitwright.quantize import SCHEMES
+from bitwright.quantize.error_feedback import can_feed_back
+from bitwright.quantize.qtensor import QTensor
+from bitwright.quantize.rounding.learned import LearnedCodes
+from bitwright.search.calibrate import calibrate
+from bitwright.search.output import Reference
+from bitwright.search.progress import Progress
+from bitwright.search.refine_flow import find_in_flow
+from bitwright.search.refine_scales import scales_are_continuous, tune_scales
+from bitwright.search.subject import Subject, known_reference
+
+#: Sequences of the repair text on which what was found is compared.
+NUM_SEQUENCES = 32
+_LEARNED = LearnedCodes().name
+
+
+def refine(plan: Plan, subject: Subject, repair: Reference, progress: Progress) -> Plan:
+    """The plan with better codes, or as it is where none were found; a note tells which.
+
+    Args:
+        plan: a draft, with its tensors.
+        subject: model and text.
+        repair: the reference on the repair text.
+        progress: shows the stages.
+    """
+    sites = _refinable(plan, subject.sites)
+    if not sites:
+        return plan.replace(notes=(*plan.notes, "no site has codes that could be refined"))
+    flowed = _flow(plan, subject, sites, progress)
+    if not flowed:
+        return plan.replace(notes=(*plan.notes, "no site has codes that could be refined"))
+    plans = {"as chosen": plan, "errors made up for by later layers": _with_codes(plan, flowed)}
+    tuned = _tune(plans["errors made up for by later layers"], subject, flowed, progress)
+    plans["and scales tuned"] = _with_codes(plan, {**flowed, **tuned})
+    kls = {name: _measure(tried, subject, repair, progress) for name, tried in plans.items()}
+    best = min(kls, key=lambda name: kls[name])
+    words = ", ".join(f"{name} {kl:.4g}" for name, kl in kls.items())
+    kept = f"codes of {len(flowed)} sites were refined" if best != "as chosen" else "refined codes were no better"
+    note = f"{kept}: on {_count(repair)} sequences of the repair text the KL is {words}"
+    ratio = kls[best] / kls["as chosen"] if kls["as chosen"] > 0 else 1.0
+    summary = plan.summary.model_copy(update={"predicted_kl": plan.summary.predicted_kl * ratio})
+    return plans[best].replace(notes=(*plan.notes, note), summary=summary)
+
+
+def _refinable(plan: Plan, sites: tuple[Site, ...]) -> list[Site]:
+    """Sites of matrices all of whose sites can be refined."""
+    choices = {choice.name: choice for choice in plan.sites}
+    return [
+        site
+        for matrix in matrices_of(sites)
+        if all(_can_be_refined(choices[site.name]) for site in matrix.sites)
+        for site in matrix.sites
+    ]
+
+
+def _can_be_refined(choice: SiteChoice) -> bool:
+    scheme = SCHEMES[choice.scheme]
+    return (
+        scheme.weights is not None
+        and scheme.activations is None
+        and choice.transform == "none"
+        and choice.role not in ("embedding", "lm_head")
+        and can_feed_back(scheme.weights)
+    )
+
+
+def _flow(plan: Plan, subject: Subject, sites: list[Site], progress: Progress) -> dict[str, QTensor]:
+    model, text = subject.loaded.model, subject.splits.calibrate
+    with progress.stage("calibrate", text.num_sequences) as stage:
+        statistics = calibrate(
+            model, sites, text, seed=plan.seed + 1, stage=stage, output=subject.output, spool=subject.spool
+        )
+    schemes = {c.name: weights for c in plan.sites if (weights := SCHEMES[c.scheme].weights) is not None}
+    waiting = _with_choices(plan, {site.name: {"scheme": "as_loaded", "rounding": "rtn"} for site in sites})
+    with (
+        progress.stage("refine the codes", len(matrices_of(sites))) as stage,
+        emulate_plan(waiting, model, subject.sites, originals=subject.originals),
+    ):
+        return find_in_flow(model, sites, schemes, text, statistics, subject.output, stage)
+
+
+def _tune(plan: Plan, subject: Subject, codes: Mapping[str, QTensor], progress: Progress) -> dict[str, QTensor]:
+    tunable = {name: q for name, q in codes.items() if scales_are_continuous(q.scheme)}
+    if not tunable:
+        return {}
+    from bitwright.search.refine_scales import NUM_EPOCHS
+
+    model, text = subject.loaded.model, subject.splits.calibrate
+    reference = known_reference(subject, text, progress)
+    with (
+        progress.stage("tune the scales", NUM_EPOCHS * text.num_sequences) as stage,
+        emulate_plan(plan, model, subject.sites, originals=subject.originals),
+    ):
+        return tune_scales(model, subject.sites, tunable, reference, subject.output, stage, seed=plan.seed)
+
+
+def _with_codes(plan: Plan, codes: Mapping[str, QTensor]) -> Plan:
+    """The plan with these codes at their sites."""
+    tensors = {key: array for key, array in plan.tensors.items() if key.rpartition("/")[0] not in codes}
+    for name, q in codes.items():
+        tensors |= tensors_of(name, replace(q, codes_NK=q.codes_NK.float()))
+    return _with_choices(plan, {name: {"rounding": _LEARNED} for name in codes}).attach(tensors=tensors)
+
+
+def _with_choices(plan: Plan, changes: Mapping[str, Mapping[str, str]]) -> Plan:
+    return plan.replace(sites=tuple(c.model_copy(update=dict(changes.get(c.name, {}))) for c in plan.sites))
+
+
+def _measure(plan: Plan, subject: Subject, repair: Reference, progress: Progress) -> float:
+    count = _count(repair)
+    with (
+        torch.no_grad(),
+        progress.stage("measure the refined codes", count) as stage,
+        emulate_plan(plan, subject.loaded.model, subject.sites, originals=subject.originals) as model,
+    ):
+        return subject.output.compare(repair, model, stage, count).mean_kl
+
+
+def _count(repair: Reference) -> int:
+    return min(NUM_SEQUENCES, repair.text.num_sequences)

@@ -1,0 +1,122 @@
+"""Codes found while the text flows through the model: each matrix makes up for the errors of all before it.
+
+Scores and codes of the search take every site on its own, in a model that is otherwise as loaded. Here the calibration
+text is run once, all of it at a time. When the run comes to a matrix, its inputs carry the errors of everything before
+it; the weight is aimed at what it should have put out (`quantize/compensation.py`), rounded with feedback, and the run
+goes on with what was found. No layer has to be known as such: one run visits every matrix in the order of the
+computation.
+
+Gradients are those of the model as loaded. A matrix that not every token reaches (an expert) or that is called more
+than once keeps the codes that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from bitwright import formats
+from bitwright.models.linear_calls import LinearCalls, Matrix, Operation
+from bitwright.models.sites import Site, site_weight
+from bitwright.quantize.compensation import compensated
+from bitwright.quantize.error_feedback import Effort, feed_back
+from bitwright.quantize.qtensor import QTensor
+from bitwright.quantize.scheme import TensorScheme
+from bitwright.search.calibrate import Statistics
+from bitwright.search.output import Output
+from bitwright.search.progress import Stage
+from bitwright.search.score import seen_at
+from bitwright.search.text import TextSet
+
+#: Codes of so many bits are fine enough for the nearest scale and one pass.
+_FINE_BITS = 7
+_FINE = Effort(search_scales=False, num_refinements=0)
+
+
+class _Enough(Exception):
+    """Everything was found: the rest of the run serves nothing."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _Flow:
+    """Answers the calls of the run."""
+
+    model: nn.Module
+    schemes: Mapping[str, TensorScheme]
+    statistics: Statistics
+    num_tokens: int
+    num_matrices: int
+    stage: Stage
+    #: Site → what was found.
+    found: dict[str, QTensor] = field(default_factory=dict)
+    #: Matrix → its new weight, as the parameter stores it; None where it keeps what it has.
+    weights: dict[str, Tensor | None] = field(default_factory=dict)
+
+    def handle(self, matrix: Matrix, x: Tensor, operation: Operation) -> Tensor:
+        if matrix.name not in self.weights:
+            self.weights[matrix.name] = self._find(matrix, x.reshape(-1, x.shape[-1]))
+            self.stage.advance()
+        y = operation(x, self.weights[matrix.name])
+        if len(self.weights) == self.num_matrices:
+            raise _Enough
+        return y
+
+    def _find(self, matrix: Matrix, x_TK: Tensor) -> Tensor | None:
+        known = self.statistics.matrices.get(matrix.name)
+        if known is None or x_TK.shape[0] != self.num_tokens or known.inputs.x_TK.shape[0] != self.num_tokens:
+            return None
+        stored = self.model.get_parameter(matrix.parameter).data
+        changed = (stored if matrix.expert is None else stored[matrix.expert]).clone()
+        for site in matrix.sites:
+            as_seen = seen_at(site, matrix.name, self.statistics)
+            assert as_seen is not None
+            weight_NK = site_weight(self.model, site).contiguous()
+            seen = replace(as_seen, x_TK=x_TK.float())
+            aim_NK = compensated(weight_NK, seen, as_seen.x_TK)
+            scheme = self.schemes[site.name]
+            fine = formats.FORMATS[scheme.format].bits >= _FINE_BITS
+            q = feed_back(aim_NK.contiguous(), scheme, seen.weighted, _FINE if fine else Effort())
+            self.found[site.name] = replace(q, codes_NK=q.codes_NK.bfloat16())  # no code has more than 8 bits
+            first, last = site.rows or (0, weight_NK.shape[0])
+            (changed.T if matrix.transposed else changed)[first:last] = q.dequantize()
+        return changed
+
+
+@torch.no_grad()
+def find_in_flow(
+    model: nn.Module,
+    sites: Sequence[Site],
+    schemes: Mapping[str, TensorScheme],
+    text: TextSet,
+    statistics: Statistics,
+    output: Output,
+    stage: Stage,
+) -> dict[str, QTensor]:
+    """Codes of `sites`, found in one run; sites whose codes stay as they are are absent.
+
+    Args:
+        model: all other sites already as the plan has them; left as it is.
+        sites: whole matrices, whose weights are as loaded.
+        schemes: site → how its weight is stored; each of them `can_feed_back`.
+        text: the text of `statistics`.
+        statistics: inputs and gradients of the model as loaded.
+        output: knows how to run the model.
+        stage: advanced by one per matrix.
+    """
+    flow = _Flow(
+        model=model,
+        schemes=schemes,
+        statistics=statistics,
+        num_tokens=text.input_ids.numel(),
+        num_matrices=len({(site.parameter, site.expert) for site in sites}),
+        stage=stage,
+    )
+    try:
+        with LinearCalls(model, sites, flow.handle):
+            output.log_likelihood(model, text.input_ids, text.scored, torch.Generator().manual_seed(0))
+    except _Enough:
+        pass
+    return flow.found
