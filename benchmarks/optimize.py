@@ -120,7 +120,8 @@ _NUM_SEQUENCES = 24
 def open_search(schemes: list[str], model: str = "demo-dithered") -> Any:
     """What a search knows before it solves, and a meter of the final text."""
     from bitwright.plan import Budget
-    from bitwright.search.optimize import learn_scores, open_meter
+    from bitwright.search.learn_choices import learn_scores
+    from bitwright.search.optimize import open_meter
     from bitwright.search.probe import probe
     from bitwright.search.progress import Silent
     from bitwright.search.settings import settle
@@ -129,21 +130,18 @@ def open_search(schemes: list[str], model: str = "demo-dithered") -> Any:
     silent = Silent()
     settings = settle(
         Budget(max_kl=0.02),
-        objective=None,
-        hardware=None,
         task="text",
         calibration="docs",
         evaluation="docs",
         schemes=schemes,
-        include_head=False,
         tokens=4096,
         evaluation_tokens=None,
         sequence_length=128,
         seed=0,
     )
     subject = open_subject(model, settings, cache="default", allow_pickle=False, progress=silent)
-    learned = learn_scores(subject, settings, silent)
-    meter = open_meter(subject, learned, silent)
+    learned, values = learn_scores(subject, settings, silent)
+    meter = open_meter(subject, learned, values, silent)
     problem, _ = probe(subject, settings, learned, meter, silent)
     final = replace(meter, reference=known_reference(subject, subject.splits.final, silent))
     return subject, settings, learned, problem, final
@@ -161,7 +159,7 @@ def measure_predictions() -> None:
     from bitwright.search.optimize import default_schemes
     from bitwright.search.solve import front
 
-    subject, settings, learned, problem, final = open_search([*default_schemes(), "fp8"])
+    subject, _, learned, problem, final = open_search([*default_schemes(), "fp8"])
     generator = random.Random(0)
     roles = list(dict.fromkeys(site.role for site in subject.prices.decoder_sites))
     pairs = []
@@ -169,9 +167,8 @@ def measure_predictions() -> None:
         sites = [site for site in subject.prices.decoder_sites if site.role == role]
         for scheme in _PAIR_SCHEMES:
             for site in generator.sample(sites, _PAIRS_PER_ROLE_AND_SCHEME):
-                choice = min(
-                    (c for c in settings.candidates if c.scheme == scheme), key=lambda c: learned.scores[site.name][c]
-                )
+                scores = learned.scores[site.name]
+                choice = min((c for c in scores if c.scheme == scheme), key=scores.__getitem__)
                 measured = final.kl({site.name: choice}, _NUM_SEQUENCES, _Quiet())
                 pairs.append(
                     {
@@ -201,7 +198,8 @@ def measure_predictions() -> None:
         ("default", default_schemes()),
     ):
         points = []
-        for solution in front([[o for o in group.options if o.key in schemes] for group in problem.groups], 14):
+        options = [[o for o in group.options if o.key in schemes] for group in problem.groups]
+        for solution in front(options, 14, "weight_bytes"):
             assignment = problem.assignment(solution)
             measured = final.kl(assignment, _NUM_SEQUENCES, _Quiet())
             points.append(
@@ -237,13 +235,15 @@ def random_assignment(problem: Any, budget_bytes: float, seed: int) -> dict[str,
     generator = random.Random(seed)
     order = list(range(len(problem.groups)))
     generator.shuffle(order)
-    chosen = {index: min(group.options, key=lambda o: o.num_bytes) for index, group in enumerate(problem.groups)}
-    total = sum(option.num_bytes for option in chosen.values())
+    chosen = {
+        index: min(group.options, key=lambda o: o.amount("decoder_bytes")) for index, group in enumerate(problem.groups)
+    }
+    size = {index: option.amount("decoder_bytes") for index, option in chosen.items()}
     for index in order:
-        larger = [o for o in problem.groups[index].options if o.num_bytes > chosen[index].num_bytes]
+        larger = [o for o in problem.groups[index].options if o.amount("decoder_bytes") > size[index]]
         option = generator.choice(larger)
-        if total + option.num_bytes - chosen[index].num_bytes <= budget_bytes:
-            total += option.num_bytes - chosen[index].num_bytes
+        if sum(size.values()) + option.amount("decoder_bytes") - size[index] <= budget_bytes:
+            size[index] = option.amount("decoder_bytes")
             chosen[index] = option
     from bitwright.search.solve import Solution
 
@@ -262,7 +262,7 @@ def measure_quality() -> None:
         solution, _ = problem.solve(budget, "kl", None)
         assignment = problem.assignment(solution)
         solved = final.kl(assignment, 64, _Quiet())
-        limit = problem.size_limits(budget)["max_decoder_bytes"]
+        limit = problem.limits(budget, None)["decoder_bytes"]
         randoms = []
         for seed in range(20):
             other = random_assignment(problem, limit, seed)
