@@ -50,7 +50,7 @@ class Seen:
     @cached_property
     def token_weights_T(self) -> Tensor | None:
         """‖g_t‖², fp32 [T]; None where there are no gradients."""
-        return None if self.g_TN is None else self.g_TN.float().square().sum(-1)
+        return None if self.g_TN is None else torch.linalg.vecdot(self.g_TN, self.g_TN).float()
 
     @cached_property
     def moment(self) -> InputMoment:
