@@ -207,7 +207,10 @@ class _Search:
                 slopes_NB.addcmul_(change_N, moved_NB)
                 torch.mul(codes_Ng, change_N, out=errors_NB[:, group])
                 scale_NG[:, first + start // self._width] += change_N.squeeze(1)
-            slopes_NK.addmm_(errors_NB, matrix_KK[block])
+            if slopes_NB.shape == slopes_NK.shape:  # a group as wide as the row
+                slopes_NK.copy_(slopes_NB)
+            else:
+                slopes_NK.addmm_(errors_NB, matrix_KK[block])
         self._scales = replace(self._scales, scale=scale_NG)
 
     def _scale_change(self, old_N: Tensor, slope_N: Tensor, bend_N: Tensor) -> Tensor:
