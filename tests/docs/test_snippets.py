@@ -138,7 +138,8 @@ def test_the_guide_names_every_set_task_and_limit() -> None:
     from bitwright.search.task import TASKS
 
     guide = (ROOT / "docs" / "optimize.md").read_text(encoding="utf-8")
-    options = ["--" + name.removesuffix("_bytes").replace("_", "-") for name in Budget.model_fields]
+    units = re.compile(r"_(bytes|s)$")  # fields say their unit, options take it
+    options = ["--" + units.sub("", name).replace("_", "-") for name in Budget.model_fields]
     assert [name for name in [*CALIBRATION_SETS, *TASKS] if f"`{name}`" not in guide] == []
     assert [option for option in options if option not in guide] == []
 
