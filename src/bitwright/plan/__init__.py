@@ -12,6 +12,17 @@ from bitwright.plan.budget import (
     settle_budget,
 )
 from bitwright.plan.comparison import PlanComparison, SiteDifference, Verdict, diff_sites, verdict_of
+from bitwright.plan.evidence import (
+    DeviceMemory,
+    LimitStudy,
+    LongerContext,
+    Loosened,
+    OtherChoice,
+    ParetoPoint,
+    Robustness,
+    RuledOutChoice,
+    UniformComparison,
+)
 from bitwright.plan.folder import (
     PLAN_FILE,
     REPORT_FILE,
@@ -24,32 +35,23 @@ from bitwright.plan.folder import (
 )
 from bitwright.plan.plan import SCHEMA_VERSION, Plan
 from bitwright.plan.schema import (
-    DeviceMemory,
     EmbeddingFigures,
     FrontierPoint,
     Interval,
     Latency,
     Limit,
-    LimitStudy,
-    LongerContext,
-    Loosened,
     Measured,
     ModelInfo,
     Neighbours,
-    OtherChoice,
-    ParetoPoint,
     Perplexity,
     Prediction,
     Repair,
     Repetition,
-    Robustness,
-    RuledOutChoice,
     Run,
     SearchOptions,
     SiteChoice,
     Summary,
     TextInfo,
-    UniformComparison,
     role_label,
 )
 from bitwright.plan.workload import Workload

@@ -23,26 +23,28 @@ from pydantic import Field, PrivateAttr, model_validator
 from bitwright.errors import PlanError
 from bitwright.plan.budget import Budget, Objective
 from bitwright.plan.canonical import canonical_json, hash_json, hash_tensors
-from bitwright.plan.schema import (
+from bitwright.plan.evidence import (
     DeviceMemory,
+    LimitStudy,
+    ParetoPoint,
+    Robustness,
+    RuledOutChoice,
+    UniformComparison,
+)
+from bitwright.plan.schema import (
     FrontierPoint,
     Latency,
     Limit,
-    LimitStudy,
     Measured,
     ModelInfo,
-    ParetoPoint,
     Prediction,
     Record,
     Repair,
-    Robustness,
-    RuledOutChoice,
     Run,
     SearchOptions,
     SiteChoice,
     Summary,
     TextInfo,
-    UniformComparison,
 )
 from bitwright.plan.workload import Workload
 
