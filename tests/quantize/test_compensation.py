@@ -18,16 +18,18 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("lacking", [False, True])
 @pytest.mark.parametrize("with_gradients", [False, True])
-def test_the_aim_has_no_slope(with_gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_aim_has_no_slope(with_gradients: bool, lacking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bitwright.quantize.seen.product_dtype", lambda: torch.float32)
     monkeypatch.setattr("bitwright.quantize.compensation.product_dtype", lambda: torch.float32)
     w, meant = drawn(ROWS, COLUMNS, seed=0), drawn(TOKENS, COLUMNS, seed=1)
     read = meant + 0.2 * drawn(TOKENS, COLUMNS, seed=2) + 0.1
     g = drawn(TOKENS, ROWS, seed=3) if with_gradients else None
     seen = Seen(x_TK=read, g_TN=g, window_tokens=WINDOW)
-    aim = compensated(w, seen, meant).double().requires_grad_(True)
-    off = aim @ read.double().T - w.double() @ meant.double().T
+    lack = drawn(TOKENS, ROWS, seed=4) + 0.5 if lacking else torch.zeros(TOKENS, ROWS)
+    aim = compensated(w, seen, meant, lack if lacking else None).double().requires_grad_(True)
+    off = aim @ read.double().T - w.double() @ meant.double().T - lack.double().T
     if g is None:
         damage = off.square().sum() / TOKENS
     else:

@@ -9,6 +9,9 @@ with H of the inputs X̃ that it reads now, its diagonal raised as for error fee
 the regression is not trusted further. V is then rounded with feedback under the same H. (The same idea with plain
 moments: Li et al., GPTAQ, arXiv:2504.02692.)
 
+A matrix whose output is added to a running sum can also make up for what that sum already lacks: with D the sum as
+meant less the sum as it is, W X_w becomes W X_w + D_w, and D enters beside (X_w − X̃_w) Wᵀ.
+
 Legend: T tokens, N outputs, K inputs, W windows.
 """
 
@@ -21,29 +24,33 @@ from bitwright.quantize.seen import Seen, product_dtype, windows
 
 
 @torch.no_grad()
-def compensated(weight_NK: Tensor, seen: Seen, intended_TK: Tensor) -> Tensor:
+def compensated(weight_NK: Tensor, seen: Seen, intended_TK: Tensor, lacking_TN: Tensor | None = None) -> Tensor:
     """The weight to aim at, fp32 [N, K].
 
     Args:
         weight_NK: the weight as loaded, fp32.
         seen: the inputs that it reads now, and the gradients at its outputs.
         intended_TK: the inputs that it was meant to read, token by token.
+        lacking_TN: what the sum that its output is added to lacks, token by token; None: nothing.
     """
-    missing_TK = intended_TK.float() - seen.x_TK.float()
-    cross_KK = _cross_moment(missing_TK, seen)
-    if not bool(torch.isfinite(cross_KK).all()):
+    mixed_TK = _mixed(seen)
+    missing_TK = (intended_TK.float() - seen.x_TK.float()).to(mixed_TK.dtype)
+    wanted_NK = weight_NK @ (missing_TK.T @ mixed_TK).float()
+    if lacking_TN is not None:
+        wanted_NK += (lacking_TN.to(mixed_TK.dtype).T @ mixed_TK).float()
+    if not bool(torch.isfinite(wanted_NK).all()):
         return weight_NK
-    return weight_NK + torch.linalg.solve(seen.weighted.matrix_KK, (weight_NK @ cross_KK).T).T
+    return weight_NK + torch.linalg.solve(seen.weighted.matrix_KK, wanted_NK.T).T
 
 
-def _cross_moment(missing_TK: Tensor, seen: Seen) -> Tensor:
-    """C in the unit of `seen.weighted`, fp32 [K, K]."""
+def _mixed(seen: Seen) -> Tensor:
+    """Each window's (G Gᵀ) X̃ in the unit of `seen.weighted`, [T, K]."""
     num_tokens = seen.x_TK.shape[0]
     if seen.g_TN is None:
-        return missing_TK.T @ seen.x_TK.float() / max(1, num_tokens)
+        return seen.x_TK.float() / max(1, num_tokens)
     dtype = product_dtype()
     g_WtN = windows(seen.g_TN.to(dtype), seen.window_tokens)
     products_Wtt = torch.bmm(g_WtN, g_WtN.transpose(1, 2))
     total = float(products_Wtt.diagonal(dim1=1, dim2=2).sum(dtype=torch.float32))
     mixed_TK = torch.bmm(products_Wtt, windows(seen.x_TK.to(dtype), seen.window_tokens)).flatten(0, 1)
-    return (missing_TK.to(dtype).T @ mixed_TK[:num_tokens]).float() / max(total, 1e-30)
+    return mixed_TK[:num_tokens] / max(total, 1e-30)

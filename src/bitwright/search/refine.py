@@ -26,9 +26,10 @@ from bitwright.quantize.qtensor import QTensor
 from bitwright.quantize.rounding.learned import LearnedCodes
 from bitwright.search.calibrate import calibrate
 from bitwright.search.output import Reference
+from bitwright.search.price import END_ROLES
 from bitwright.search.progress import Progress
 from bitwright.search.refine_flow import find_in_flow
-from bitwright.search.refine_scales import scales_are_continuous, tune_scales
+from bitwright.search.refine_scales import NUM_EPOCHS, scales_are_continuous, tune_scales
 from bitwright.search.subject import Subject, known_reference
 
 #: Sequences of the repair text on which what was found is compared.
@@ -81,32 +82,32 @@ def _can_be_refined(choice: SiteChoice) -> bool:
         scheme.weights is not None
         and scheme.activations is None
         and choice.transform == "none"
-        and choice.role not in ("embedding", "lm_head")
+        and choice.role not in END_ROLES
         and can_feed_back(scheme.weights)
     )
 
 
 def _flow(plan: Plan, subject: Subject, sites: list[Site], progress: Progress) -> dict[str, QTensor]:
     model, text = subject.loaded.model, subject.splits.calibrate
+    decoder = [site for site in subject.sites if site.role not in END_ROLES]
     with progress.stage("calibrate", text.num_sequences) as stage:
         statistics = calibrate(
-            model, sites, text, seed=plan.seed + 1, stage=stage, output=subject.output, spool=subject.spool
+            model, decoder, text, seed=plan.seed + 1, stage=stage, output=subject.output, spool=subject.spool
         )
-    schemes = {c.name: weights for c in plan.sites if (weights := SCHEMES[c.scheme].weights) is not None}
+    names = {site.name for site in sites}
+    schemes = {c.name: w for c in plan.sites if c.name in names and (w := SCHEMES[c.scheme].weights) is not None}
     waiting = _with_choices(plan, {site.name: {"scheme": "as_loaded", "rounding": "rtn"} for site in sites})
     with (
-        progress.stage("refine the codes", len(matrices_of(sites))) as stage,
+        progress.stage("refine the codes", len(matrices_of(decoder))) as stage,
         emulate_plan(waiting, model, subject.sites, originals=subject.originals),
     ):
-        return find_in_flow(model, sites, schemes, text, statistics, subject.output, stage)
+        return find_in_flow(model, decoder, schemes, text, statistics, subject.output, stage)
 
 
 def _tune(plan: Plan, subject: Subject, codes: Mapping[str, QTensor], progress: Progress) -> dict[str, QTensor]:
     tunable = {name: q for name, q in codes.items() if scales_are_continuous(q.scheme)}
     if not tunable:
         return {}
-    from bitwright.search.refine_scales import NUM_EPOCHS
-
     model, text = subject.loaded.model, subject.splits.calibrate
     reference = known_reference(subject, text, progress)
     with (
