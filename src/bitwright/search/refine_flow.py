@@ -76,7 +76,8 @@ class _Flow:
         y = operation(x, self.weights[matrix.name])
         if intended_TK is not None and all(site.role in _WRITERS for site in matrix.sites):
             lacking = (operation(intended_TK.to(x.dtype).view_as(x)) - y).reshape(-1, y.shape[-1])
-            self.lacking_TN = lacking if self._lacking(lacking.shape) is None else lacking + self.lacking_TN
+            before = self._lacking(lacking.shape)
+            self.lacking_TN = lacking if before is None else lacking + before
         if len(self.weights) == self.num_matrices:
             raise _Enough
         return y
