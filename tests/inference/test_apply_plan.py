@@ -198,7 +198,7 @@ def test_tensors_of_another_scheme_are_refused(make_tiny_model: Callable[..., An
     assert "scales of shape [64, 2] instead of [64, 1]" in message
 
 
-@pytest.mark.parametrize(("scheme", "rounding"), [("int5_g64", "rtn"), ("int4_g64", "learned")])
+@pytest.mark.parametrize(("scheme", "rounding"), [("int5_g64", "rtn"), ("int4_g64", "dreamt")])
 def test_a_choice_from_a_newer_program_is_an_unknown_name(
     make_tiny_model: Callable[..., Any], scheme: str, rounding: str
 ) -> None:
