@@ -145,7 +145,9 @@ def optimize_command(
     effort: Annotated[
         str,
         typer.Option(
-            metavar="default|high", help="high tries every rounding, slow ones too.", rich_help_panel=_CHOICES
+            metavar="default|high",
+            help="high refines codes once every site has its scheme: minutes more.",
+            rich_help_panel=_CHOICES,
         ),
     ] = "default",
     include_head: Annotated[
