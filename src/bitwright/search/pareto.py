@@ -6,7 +6,7 @@
                  then whichever lies furthest from all that were taken, on logarithmic axes
     measuring    each is run on the same sequences of the repair text: KL with its interval, overflows before the cast,
                  tokens that would fall back
-    again        what is now beaten in everything is dropped
+    again        what is now beaten in everything is dropped, differences of less than a percent left aside
 
 Memory is counted, latency is the roofline's and so *predicted*; quality and stability are measured. Rejected: weighted
 sums of the objectives, which only find the convex hull of the front.
@@ -39,6 +39,8 @@ NUM_POINTS = 12
 NUM_SEQUENCES = 16
 #: Levels of one quantity alone, and of each of a pair.
 _LEVELS_ALONE, _LEVELS_IN_PAIRS = 6, 3
+#: Relative differences of figures below which a point is not worth showing beside another.
+VISIBLE = 0.01
 #: Quantities whose options differ by less, relatively, are no axis.
 _FLAT = 1e-3
 
@@ -131,10 +133,10 @@ def undominated_rows(items: Sequence[_Candidate], rows: Sequence[tuple[float, ..
     return [item for item in items if not any(beats(row, item.figures) for row in rows)]
 
 
-def beats(left: Sequence[float], right: Sequence[float]) -> bool:
-    """Whether figures are nowhere larger than others and somewhere smaller."""
+def beats(left: Sequence[float], right: Sequence[float], visible: float = 0.0) -> bool:
+    """Whether figures are nowhere larger than others and somewhere smaller, by a share that is `visible` at least."""
     pairs = list(zip(left, right, strict=True))
-    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+    return all(a <= b * (1 + visible) for a, b in pairs) and any(a * (1 + visible) < b for a, b in pairs)
 
 
 def spread(items: Sequence[_Candidate], count: int) -> list[_Candidate]:
@@ -182,5 +184,5 @@ def _measured_front(points: Sequence[ParetoPoint]) -> tuple[ParetoPoint, ...]:
 
     own, *others = points
     own = own.model_copy(update={"chosen": True})
-    kept = [p for p in others if not any(beats(figures(q), figures(p)) for q in points)]
+    kept = [p for p in others if not any(beats(figures(q), figures(p), VISIBLE) for q in points)]
     return tuple(sorted([own, *kept], key=lambda point: (point.weight_bytes, point.kl.mean)))
