@@ -2,72 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from small_plans import choice, plan_of
 
 from bitwright.errors import PlanError, UnknownName
 from bitwright.inference import SiteRule, emulate, emulate_plan, input_tensors_of, site_rules, tensors_of
 from bitwright.models.sites import Site, find_sites, site_weight
-from bitwright.plan import (
-    Budget,
-    ModelInfo,
-    Plan,
-    SiteChoice,
-    Summary,
-    TextInfo,
-    load_plan,
-    write_plan,
-)
+from bitwright.plan import Plan, load_plan, write_plan
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS, QTensor, fake_quantize
 from bitwright.quantize.seen import Seen as SeenInputs
 from bitwright.quantize.static_scales import find_static_scale
 
 IDS = torch.arange(22).reshape(2, 11) * 7 % 260
-HASH = "ab" * 32
 CLIPPED = ["int4_g32", "int4_g64_zp", "int4_g128_min", "int3_g64"]
-
-
-def choice(site: Site, scheme: str, rounding: str = "rtn", **changes: Any) -> SiteChoice:
-    fields: dict[str, Any] = dict(
-        name=site.name,
-        kind=site.kind,
-        role=site.role,
-        module=site.module,
-        rows=site.rows,
-        tied_group=site.tied_group,
-        shape=site.shape,
-        scheme=scheme,
-        rounding=rounding,
-        transform="none",
-        reason="a test",
-        bytes=0,
-        bits=0.0,
-        predicted_kl=0.0,
-    )
-    return SiteChoice(**(fields | changes))
-
-
-def plan_of(choices: list[SiteChoice], tensors: Mapping[str, np.ndarray] | None = None) -> Plan:
-    text = TextInfo(source="docs", tokens=1, sequences=1, hash=HASH)
-    plan = Plan(
-        model=ModelInfo(name="tiny", hash=HASH, params=1),
-        hardware="x86-avx512-bf16",
-        task="text",
-        budget=Budget(effective_bits=5.0),
-        objective="kl",
-        seed=0,
-        calibration=text,
-        evaluation=text,
-        sites=tuple(choices),
-        summary=Summary(effective_bits=0.0, nominal_bits=0.0, weight_bytes=0, predicted_kl=0.0),
-        met=False,
-    )
-    return plan.attach(tensors=tensors or {})
 
 
 def clipped(model: Any, site: Site, scheme_name: str) -> QTensor:

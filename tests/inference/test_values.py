@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_plans import choice, plan_of
 from torch import Tensor
 from transformers import DynamicCache
 from value_models import make_value_model
@@ -19,7 +20,7 @@ from bitwright.models import find_sites
 from bitwright.models.attention_calls import attend
 from bitwright.models.value_calls import ValueCalls
 from bitwright.models.value_sites import ValueSite, find_value_sites
-from bitwright.plan import Budget, ModelInfo, Plan, SiteChoice, Summary, TextInfo, load_plan, write_plan
+from bitwright.plan import load_plan, write_plan
 from bitwright.quantize import VALUE_SCHEMES
 from bitwright.quantize.value_rounding import static_scale
 
@@ -213,41 +214,9 @@ def test_scales_that_a_plan_keeps() -> None:
 def test_a_written_plan_runs_as_its_rules_do(tmp_path: Path) -> None:
     model = make_value_model("llama")
     rules = {site: rule("fp8_e4m3_head") for site in sites_of(model, "k_cache", "qk")}
-    choices = [
-        SiteChoice(
-            name=site.name,
-            kind=site.kind,
-            role=site.role,
-            module=site.module,
-            rows=None,
-            tied_group=site.tied_group,
-            shape=site.shape,
-            scheme=chosen.scheme.name,
-            rounding="rtn",
-            transform="none",
-            reason="a test",
-            bytes=0,
-            bits=chosen.scheme.stored_bits(site.head_dim),
-            predicted_kl=0.0,
-        )
-        for site, chosen in rules.items()
-    ]
+    choices = [choice(site, chosen.scheme.name) for site, chosen in rules.items()]
     tensors = {name: array for site, chosen in rules.items() for name, array in value_tensors_of(site, chosen).items()}
-    text = TextInfo(source="docs", tokens=1, sequences=1, hash="ab" * 32)
-    made = Plan(
-        model=ModelInfo(name="tiny", hash="ab" * 32, params=1),
-        hardware="x86-avx512-bf16",
-        task="text",
-        budget=Budget(effective_bits=5.0),
-        objective="kl",
-        seed=0,
-        calibration=text,
-        evaluation=text,
-        sites=tuple(choices),
-        summary=Summary(effective_bits=0.0, nominal_bits=0.0, weight_bytes=0, predicted_kl=0.0),
-        met=False,
-    )
-    write_plan(made.attach(tensors=tensors), tmp_path / "plan")
+    write_plan(plan_of(choices, tensors), tmp_path / "plan")
     plan = load_plan(tmp_path / "plan")
     counters: dict[str, Any] = {}
     with torch.no_grad(), emulate_plan(plan, model, find_sites(model), counters=counters):

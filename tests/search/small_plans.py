@@ -20,7 +20,7 @@ HASH = "ab" * 32
 TRANSFORM_OF = {frozenset[str](): "none", frozenset({"signs"}): "hadamard", frozenset({"column_scales"}): "smoothquant"}
 
 
-def choice(site: Site | ValueSite, scheme: str, **changes: Any) -> SiteChoice:
+def choice(site: Site | ValueSite, scheme: str, rounding: str = "rtn", **changes: Any) -> SiteChoice:
     fields: dict[str, Any] = dict(
         name=site.name,
         kind=site.kind,
@@ -30,7 +30,7 @@ def choice(site: Site | ValueSite, scheme: str, **changes: Any) -> SiteChoice:
         tied_group=site.tied_group,
         shape=site.shape,
         scheme=scheme,
-        rounding="rtn",
+        rounding=rounding,
         transform="none",
         reason="a test",
         bytes=0,

@@ -54,6 +54,22 @@ class SiteRule:
     #: fp32 0-d: the one scale that inputs are rounded under; None: found on every call, or none needed.
     input_scale: Tensor | None = None
 
+    def multiply(
+        self,
+        x: Tensor,
+        operation: Operation,
+        weight: Tensor | None = None,
+        look: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """The output of `operation` on x rounded as `activations` says; `look` sees the input before it is rounded."""
+        assert self.activations is not None
+        if not x.is_floating_point():  # rows of an embedding, read out of a head's changed weight
+            return self.transform.restore(operation(x, weight))
+        x = self.transform.input(x)
+        if look is not None:
+            look(x)
+        return operation(round_input(x, self.activations, self.input_scale), weight)
+
     def rounds_inputs_like(self, other: SiteRule) -> bool:
         """Whether both rules make the same of one input."""
         scales = [None if rule.input_scale is None else float(rule.input_scale) for rule in (self, other)]
@@ -98,15 +114,15 @@ def emulate(
     def handle(matrix: Matrix, x: Tensor, operation: Operation) -> Tensor:
         weight = None if in_place else _changed(_stored(model, matrix), matrix, rules)
         rule = input_rules[matrix.name]
-        if rule is None or rule.activations is None:
+        if rule is None or (scheme := rule.activations) is None:
             return operation(x, weight)
-        if not x.is_floating_point():  # rows of an embedding, read out of a head's changed weight
-            return rule.transform.restore(operation(x, weight))
-        x = rule.transform.input(x)
-        if counters is not None:
+
+        def count(seen: Tensor) -> None:
+            assert counters is not None
             before = counters.get(matrix.name, Overflows())
-            counters[matrix.name] = before + count_overflows(x, rule.activations, rule.input_scale)
-        return operation(round_input(x, rule.activations, rule.input_scale), weight)
+            counters[matrix.name] = before + count_overflows(seen, scheme, rule.input_scale)
+
+        return rule.multiply(x, operation, weight, None if counters is None else count)
 
     originals = InMemory() if originals is None else originals
     replaced: list[str] = []

@@ -31,7 +31,6 @@ from bitwright.models.loaded import LoadedModel
 from bitwright.models.sites import Site, find_sites
 from bitwright.models.value_sites import ValueSite, find_value_sites
 from bitwright.plan import Plan
-from bitwright.quantize.static_scales import round_input
 
 
 @overload
@@ -128,10 +127,6 @@ class _Roundings:
         }
 
         def handle(matrix: Matrix, x: Tensor, operation: Operation) -> Tensor:
-            rule = of_matrix[matrix.name]
-            if not x.is_floating_point():  # rows of an embedding, read out of a head's changed weight
-                return rule.transform.restore(operation(x))
-            assert rule.activations is not None
-            return operation(round_input(rule.transform.input(x), rule.activations, rule.input_scale))
+            return of_matrix[matrix.name].multiply(x, operation)
 
         return handle
