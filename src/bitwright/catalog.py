@@ -7,6 +7,8 @@ call, under the same rules.
 
     FORMATS = Catalog(kind="format", package="bitwright.formats.definitions", attribute="FORMATS", record_type=Format)
     FORMATS["fp8_e4m3"]        # UnknownName: unknown format 'fp8e4m3'; did you mean 'fp8_e4m3'? Known: …
+
+Devices and engines are data files; `FileCatalog` is the same for a folder of those, with aliases.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import resources
+from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 from bitwright.errors import BitwrightError, UnknownName
@@ -116,3 +121,59 @@ class Catalog(Mapping[str, T], Generic[T]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._scan()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileCatalog(Generic[T]):
+    """All records of one kind, one TOML file each, read from a folder when first asked for."""
+
+    #: What one record is called in messages ("device", "engine").
+    kind: str
+    #: Dotted name of the package that has the folder.
+    package: str
+    folder: str
+    #: (bytes of a file, its name) → the record.
+    read: Callable[[bytes, str], T]
+    #: What a user may call a record beside its name, in lower case.
+    aliases: Callable[[T], tuple[str, ...]]
+    #: Further names that no two records may share.
+    claims: Callable[[T], tuple[str, ...]] = lambda record: ()
+    #: What is raised where two files claim one name.
+    error: type[BitwrightError]
+
+    @cached_property
+    def records(self) -> Mapping[str, T]:
+        """Name → record, in the order of the files. Two files that claim one name are an error naming both."""
+        found: dict[str, T] = {}
+        claimed: dict[str, str] = {}
+        for entry in sorted((resources.files(self.package) / self.folder).iterdir(), key=lambda item: item.name):
+            if not entry.name.endswith(".toml"):
+                continue
+            record = self.read(entry.read_bytes(), entry.name)
+            for claim in (record.name, *self.aliases(record), *self.claims(record)):
+                if claim in claimed:
+                    raise self.error(
+                        f"{self.kind} name '{claim}' is claimed twice: in {claimed[claim]} and {entry.name}"
+                    )
+                claimed[claim] = entry.name
+            found[record.name] = record
+        return MappingProxyType(found)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every canonical name, sorted."""
+        return tuple(sorted(self.records))
+
+    def get(self, name: str) -> T:
+        """Return a record by its name or an alias; case does not matter.
+
+        Raises:
+            UnknownName: no record has that name; the nearest one is suggested.
+        """
+        written = name.strip().lower()
+        by_alias = {alias: record for record in self.records.values() for alias in self.aliases(record)}
+        found = self.records.get(written) or by_alias.get(written)
+        if found is not None:
+            return found
+        hint = nearest_name_hint(written, [*self.records, *by_alias])
+        raise UnknownName(f"unknown {self.kind} {name!r}{hint} Known {self.kind}s: {', '.join(self.names)}")

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
-from importlib import resources
-from types import MappingProxyType
-
-from bitwright.catalog import nearest_name_hint
-from bitwright.errors import HardwareError, UnknownName
+from bitwright.catalog import FileCatalog
+from bitwright.errors import HardwareError
 from bitwright.hardware.device import Device
 from bitwright.hardware.device_file import parse_device
+
+_DEVICES: FileCatalog[Device] = FileCatalog(
+    kind="device",
+    package="bitwright.hardware",
+    folder="devices",
+    read=parse_device,
+    aliases=lambda device: device.aliases,
+    claims=lambda device: device.runtime_names,
+    error=HardwareError,
+)
 
 
 def names() -> tuple[str, ...]:
     """Return the canonical name of every device, sorted."""
-    return tuple(sorted(_catalog()))
+    return _DEVICES.names
 
 
 def devices() -> tuple[Device, ...]:
     """Return every device, sorted by name."""
-    return tuple(_catalog()[name] for name in names())
+    return tuple(_DEVICES.records[name] for name in names())
 
 
 def get(name: str) -> Device:
@@ -29,29 +34,4 @@ def get(name: str) -> Device:
     Raises:
         UnknownName: no device has that name; the nearest one is suggested.
     """
-    catalog = _catalog()
-    written = name.strip().lower()
-    by_alias = {alias: device for device in catalog.values() for alias in device.aliases}
-    if written in catalog:
-        return catalog[written]
-    if written in by_alias:
-        return by_alias[written]
-    hint = nearest_name_hint(written, [*catalog, *by_alias])
-    raise UnknownName(f"unknown device {name!r}{hint} Known devices: {', '.join(names())}")
-
-
-@cache
-def _catalog() -> Mapping[str, Device]:
-    found: dict[str, Device] = {}
-    claimed: dict[str, str] = {}
-    folder = resources.files(__package__) / "devices"
-    for entry in sorted(folder.iterdir(), key=lambda item: item.name):
-        if not entry.name.endswith(".toml"):
-            continue
-        device = parse_device(entry.read_bytes(), entry.name)
-        for claim in (device.name, *device.aliases, *device.runtime_names):
-            if claim in claimed:
-                raise HardwareError(f"device name '{claim}' is claimed twice: in {claimed[claim]} and {entry.name}")
-            claimed[claim] = entry.name
-        found[device.name] = device
-    return MappingProxyType(found)
+    return _DEVICES.get(name)

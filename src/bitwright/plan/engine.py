@@ -15,24 +15,20 @@ Every section says `source` and `certainty` as device files do. A kind is a patt
 (`quantize/scheme.py`, `quantize/value_scheme.py`); a list that is empty allows anything. What fits no kind is refused
 with the reason of the kind that came closest (`rules.py`).
 
-The records are frozen pydantic models, since the file is their only maker. `engine_catalog()` reads the folder.
+The records are frozen pydantic models, since the file is their only maker. `engines()` reads the folder.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
-from functools import cache
-from importlib import resources
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from bitwright import formats
-from bitwright.catalog import nearest_name_hint
-from bitwright.errors import PlanError, UnknownName
+from bitwright.catalog import FileCatalog, nearest_name_hint
+from bitwright.errors import PlanError
 
 Certainty = Literal["read", "recalled", "derived", "measured"]
 Text = Annotated[str, Field(min_length=1)]
@@ -141,8 +137,7 @@ class Engine(_Record):
 
 def engines() -> tuple[Engine, ...]:
     """Return every engine, sorted by name."""
-    catalog = engine_catalog()
-    return tuple(catalog[name] for name in sorted(catalog))
+    return tuple(_ENGINES.records[name] for name in _ENGINES.names)
 
 
 def get_engine(name: str) -> Engine:
@@ -150,37 +145,9 @@ def get_engine(name: str) -> Engine:
 
     Raises:
         UnknownName: no engine has that name; the nearest one is suggested.
+        PlanError: a file of the folder is wrong.
     """
-    catalog = engine_catalog()
-    written = name.strip().lower()
-    by_alias = {alias: engine for engine in catalog.values() for alias in engine.aliases}
-    found = catalog.get(written) or by_alias.get(written)
-    if found is not None:
-        return found
-    hint = nearest_name_hint(written, [*catalog, *by_alias])
-    raise UnknownName(f"unknown engine {name!r}{hint} Known engines: {', '.join(sorted(catalog))}")
-
-
-@cache
-def engine_catalog() -> Mapping[str, Engine]:
-    """Read every file of `engines/`; a name or alias that two files claim is an error naming both.
-
-    Raises:
-        PlanError: a file is wrong.
-    """
-    found: dict[str, Engine] = {}
-    claimed: dict[str, str] = {}
-    folder = resources.files(__package__) / "engines"
-    for entry in sorted(folder.iterdir(), key=lambda item: item.name):
-        if not entry.name.endswith(".toml"):
-            continue
-        engine = read_engine(entry.read_text(encoding="utf-8"), entry.name)
-        for claim in (engine.name, *engine.aliases):
-            if claim in claimed:
-                raise PlanError(f"engine name '{claim}' is claimed twice: in {claimed[claim]} and {entry.name}")
-            claimed[claim] = entry.name
-        found[engine.name] = engine
-    return MappingProxyType(found)
+    return _ENGINES.get(name)
 
 
 def read_engine(text: str, file: str) -> Engine:
@@ -206,3 +173,13 @@ def read_engine_file(path: str | Path) -> Engine:
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"engine file '{path}' cannot be read ({error}); give the path of a .toml file") from error
     return read_engine(text, str(path))
+
+
+_ENGINES: FileCatalog[Engine] = FileCatalog(
+    kind="engine",
+    package="bitwright.plan",
+    folder="engines",
+    read=lambda content, file: read_engine(content.decode("utf-8"), file),
+    aliases=lambda engine: engine.aliases,
+    error=PlanError,
+)
