@@ -226,8 +226,8 @@ some engines refuse it.
 
 Unless `--schemes` names others, bitwright chooses among these:
 {", ".join(f"`{name}`" for name in default_schemes())}.
-They leave activations in 16 bits, since no limit that can be given asks for faster matrix products, and rounding
-activations further could only lose quality.
+They leave activations in 16 bits, for rounding them can only lose quality. Where the time to read prompts is limited,
+schemes that the device multiplies natively are among them too: they alone make long products faster.
 
 ## Roundings: how codes are found
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from value_models import ARCHITECTURES, make_value_model, output_of
 
-from bitwright.models.attention_calls import AttentionCalls
+from bitwright.models.attention_calls import AttentionCalls, eager_attention
 from bitwright.models.value_calls import ValueCalls
 from bitwright.models.value_sites import find_value_sites, values_left_out
 
@@ -86,6 +86,25 @@ def test_watching_gives_the_outputs_of_eager_attention(architecture: str) -> Non
     assert model.config._attn_implementation == "eager"
     torch.testing.assert_close(found[real], expected[real], rtol=1e-5, atol=1e-5)
     assert torch.equal(output_of(model, **inputs), expected)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_attention_is_eager_for_the_time_of_a_block(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same outputs, without one call of torch's fused function; other implementations stay as they are."""
+    model = make_value_model(architecture)
+    asked = model.config._attn_implementation
+    expected = output_of(model, input_ids=IDS)
+    fused: list[int] = []
+    original = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *args, **kwargs: (fused.append(1), original(*args, **kwargs))[1]
+    )
+    with eager_attention(model):
+        found = output_of(model, input_ids=IDS)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not fused and model.config._attn_implementation == asked
+    output_of(model, input_ids=IDS)
+    assert bool(fused) == (asked == "sdpa")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2", "phi3", "bert"])

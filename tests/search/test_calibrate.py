@@ -47,6 +47,13 @@ def log_likelihood(model: Any, text: TextSet, labels: Tensor, **inputs: Any) -> 
     return logits.log_softmax(-1).gather(-1, labels).sum()
 
 
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every product in fp32."""
+    monkeypatch.setattr("bitwright.search.calibrate.product_dtype", lambda: torch.float32)
+
+
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "phi3", "mixtral"])
 def test_inputs_and_gradients_equal_those_of_hooks(
     make_tiny_model: Callable[..., Any], drawn: list[Tensor], architecture: str
@@ -79,6 +86,25 @@ def test_inputs_and_gradients_equal_those_of_hooks(
     assert found.num_scored == 80 * 15
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "phi3"])
+def test_bf16_products_change_inputs_and_gradients_by_little(
+    make_tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """Labels are drawn from the same numbers; where a probability moved past one, the label is another."""
+    model, text = make_tiny_model(architecture), random_text(32, 16)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr("bitwright.search.calibrate.product_dtype", lambda dtype=dtype: dtype)
+        found[dtype] = collect(model, text).matrices
+    for name, exact in found[torch.float32].items():
+        rounded = found[torch.bfloat16][name]
+        x_error = (rounded.inputs.x_TK.float() - exact.inputs.x_TK.float()).norm() / exact.inputs.x_TK.float().norm()
+        assert x_error < 0.05, name
+        g_moment, g_exact = rounded.g_TN.float().square().mean(), exact.g_TN.float().square().mean()
+        assert g_moment / g_exact == pytest.approx(1, abs=0.15), name
+
+
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_inputs_and_gradients_make_the_gradient_of_every_weight(
     make_tiny_model: Callable[..., Any], drawn: list[Tensor], architecture: str
@@ -148,6 +174,7 @@ def test_leaves_nothing_behind(make_tiny_model: Callable[..., Any]) -> None:
         assert statistics.g_TN.untyped_storage().nbytes() == 2 * statistics.g_TN.numel()
 
 
+@pytest.mark.usefixtures("exact")
 def test_padding_is_left_out(make_tiny_model: Callable[..., Any]) -> None:
     """Padding at the right gets no gradient and is no input of the head; only scored predictions are drawn."""
     model = make_tiny_model("llama")
@@ -252,13 +279,13 @@ class _Batches:
 
 
 def test_observers_are_told_of_every_batch(make_tiny_model: Callable[..., Any]) -> None:
-    model, text = make_tiny_model("llama"), random_text(40, 16)
+    model, text = make_tiny_model("llama"), random_text(72, 16)
     text.padding[33, 10:] = True
     text.scored[33, 10:] = False
     watcher = _Batches()
     sites = [site for site in find_sites(model) if site.role not in ("embedding", "lm_head")]
     calibrate(model, sites, text, seed=0, stage=NoStage(), observers=[watcher])
-    assert watcher.told == [(0, 16, None), (16, 32, None), (32, 40, 8 * 16 - 6)]
+    assert watcher.told == [(0, 32, None), (32, 64, 32 * 16 - 6), (64, 72, None)]
     assert not watcher.inside
 
 

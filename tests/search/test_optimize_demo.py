@@ -75,7 +75,7 @@ def test_a_search_finds_that_nothing_needs_to_be_lost(demo_model: Any, monkeypat
         demo_model,
         budget=Budget(effective_bits=5.0),
         hardware=DEVICE,
-        tokens=64,
+        tokens=128,
         evaluation_tokens=64 * 4,
         sequence_length=4,
         schemes=[EXACT.scheme],

@@ -156,8 +156,9 @@ def test_one_candidate_scores_as_it_does_among_many(monkeypatch: pytest.MonkeyPa
         assert alone[candidate] == pytest.approx(together[candidate], rel=1e-4)
 
 
-def test_the_per_token_form_tends_to_the_true_kl() -> None:
+def test_the_per_token_form_tends_to_the_true_kl(monkeypatch: pytest.MonkeyPatch) -> None:
     """For independent tokens the form estimates E KL(softmax(W x) ‖ softmax((W + E) x)), here from 20,000 of them."""
+    monkeypatch.setattr(score_module, "_MAX_TOKENS", 20_000)
     model, statistics, x_TK, _ = softmax_statistics(num_tokens=20_000, window_tokens=1)
     candidate = Candidate(scheme="int4_g32")
     found = scores_of(model, statistics, candidate)[candidate]
@@ -166,6 +167,18 @@ def test_the_per_token_form_tends_to_the_true_kl() -> None:
     log_q = (x_TK.double() @ (weight + error_of(model, "int4_g32").double()).T).log_softmax(-1)
     kl = float(F.kl_div(log_q, log_p, log_target=True, reduction="batchmean"))
     assert found == pytest.approx(kl, rel=0.08)
+
+
+@pytest.mark.parametrize("width", [1, 32])
+def test_of_many_windows_some_stand_for_all(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Every second, third … window, by the closed form over just those."""
+    monkeypatch.setattr(score_module, "_MAX_WINDOWS", 10)
+    monkeypatch.setattr(score_module, "_MAX_TOKENS", 10 * width)
+    model, statistics, x_TK, g_TN = softmax_statistics(num_tokens=40 * width, window_tokens=width)
+    found = scores_of(model, statistics, Candidate(scheme="int4_g32"))[Candidate(scheme="int4_g32")]
+    per_token = torch.einsum("tn,nk,tk->t", g_TN.double(), error_of(model, "int4_g32").double(), x_TK.double())
+    windows = per_token.reshape(40, width).sum(1)[::4]
+    assert found == pytest.approx(0.5 * float(windows.square().mean()) / width, rel=0.02)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "mxfp4"])

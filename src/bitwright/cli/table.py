@@ -150,7 +150,7 @@ def print_summary(console: Console, plan: Plan) -> None:
         ),
     ]
     if plan.measured is None:
-        rows.append(("KL", f"{spell_number(plan.summary.predicted_kl)} nats per token, predicted only"))
+        rows.append(("KL", f"{spell_number(plan.summary.predicted_kl)} nats per {plan.kl_unit}, predicted only"))
     else:
         rows += measured_rows(plan.measured)
     rows += _workload_rows(plan)

@@ -75,7 +75,7 @@ class AttentionCalls:
         configs = _configs(self._model)
         assert _calls_of(self._model) is None, "a second context on one model would have to share its values"
         if configs:
-            self._stack.enter_context(_named(configs))
+            self._stack.enter_context(_offering(configs))
             self._stack.enter_context(_among_active(self))
             self._stack.enter_context(_updates_offered())
             for module in filter(may_attend, self._model.modules()):
@@ -221,21 +221,38 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def _named(configs: list[Any]) -> Iterator[None]:
-    """Configs ask for our function; afterwards for what they asked for before."""
+def eager_attention(model: nn.Module) -> Iterator[None]:
+    """Attention step by step instead of torch's fused function, whose backward pass takes twice as long on a CPU.
+
+    Scores of all heads are held at once, so that long texts are better off without.
+    """
+    with _asking_for("eager", [config for config in _configs(model) if config._attn_implementation == "sdpa"]):
+        yield
+
+
+@contextmanager
+def _offering(configs: list[Any]) -> Iterator[None]:
+    """Configs ask for our function."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 
     AttentionInterface.register(IMPLEMENTATION, attend)
     AttentionMaskInterface.register(IMPLEMENTATION, eager_mask)
+    with _asking_for(IMPLEMENTATION, configs):
+        yield
+
+
+@contextmanager
+def _asking_for(implementation: str, configs: list[Any]) -> Iterator[None]:
+    """Configs name an attention function; afterwards what they named before."""
     before = [config._attn_implementation for config in configs]
     try:
         for config in configs:
-            config._attn_implementation = IMPLEMENTATION
+            config._attn_implementation = implementation
         yield
     finally:
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation = implementation  # sets those below too, which come later in the list
+        for config, known in zip(configs, before, strict=True):
+            config._attn_implementation = known  # sets those below too, which come later in the list
 
 
 @contextmanager

@@ -162,7 +162,7 @@ def settle_budget(budget: Budget, objective: str | None = None, workload: Worklo
         return SettledBudget(
             Budget(max_kl=DEFAULT_MAX_KL),
             cast(Objective, objective or "memory"),
-            f"no limit was given: the {aim} model within a KL of {DEFAULT_MAX_KL:g} nats per token",
+            f"no limit was given: the {aim} model within a KL of {DEFAULT_MAX_KL:g} nats",
         )
     if objective is None:
         return SettledBudget(budget, *default_objective(budget))

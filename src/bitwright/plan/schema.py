@@ -1,9 +1,9 @@
 """The records a plan is made of: what was asked, what was chosen, what was predicted, and what was measured.
 
 Every record is frozen, refuses unknown fields, and holds finite floats of nine significant digits (``canonical.py``).
-KL is in nats per token, always ``KL(reference ‖ plan)`` with the loaded weights run in fp32 as the reference. Sizes are
-in bytes, ``bits`` are stored bits per weight (codes + scales + zero points). Intervals are 95 % unless a record says
-otherwise. Predicted and measured figures never share a field.
+KL is in nats per scored prediction (a token, or an encoder's text), always ``KL(reference ‖ plan)`` with the loaded
+weights run in fp32 as the reference. Sizes are in bytes, ``bits`` are stored bits per weight (codes + scales + zero
+points). Intervals are 95 % unless a record says otherwise. Predicted and measured figures never share a field.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def draw_pareto(plan: Plan) -> str | None:
             if max(scaled) > 1.5 * min(scaled) > 0:
                 axes.set_xscale("log")
             axes.set_xlabel(f"{title} ({name})" + ("" if title == "memory" else f", {points[0].latency_status}"))
-        panels[0].set_ylabel("measured KL (nats per token)")
+        panels[0].set_ylabel(f"measured KL (nats per {plan.kl_unit})")
         panels[0].margins(x=0.07)
         panels[1].margins(x=0.07)
         return svg_element(plt, figure, "pareto")

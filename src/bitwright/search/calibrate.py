@@ -11,7 +11,9 @@ and for the head the inputs of some tokens. bf16's 8 bits are ample: an estimate
 it together outgrows the weights from a few thousand tokens on; with a spool it lies on disk, and scoring, which goes
 from matrix to matrix, reads one at a time.
 
-Gradients of parameters are never formed: the backward pass only carries gradients of activations.
+Gradients of parameters are never formed: the backward pass only carries gradients of activations. Both passes multiply
+in bf16 where the processor does so natively (autocast, as for training): SmolLM2-135M in int4 comes out as good (KL
+0.069, and 0.070 in fp32) in two thirds of the time. Where observers look at single values, everything is fp32.
 
 What the scalar is that the gradients are of is said by an `Output`; what else is collected on the way (attention's
 inner products, caches) by observers. Both are handed in.
@@ -28,10 +30,11 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.errors import ModelError
+from bitwright.models.attention_calls import eager_attention
 from bitwright.models.linear_calls import LinearCalls, Matrix
 from bitwright.models.sites import Site
 from bitwright.models.spool import Spool
-from bitwright.quantize.seen import WINDOW_TOKENS
+from bitwright.quantize.seen import WINDOW_TOKENS, product_dtype
 from bitwright.search.output import Output
 from bitwright.search.outputs.tokens import Tokens
 from bitwright.search.progress import Stage
@@ -39,7 +42,9 @@ from bitwright.search.text import TextSet
 from bitwright.search.token_rows import HeldRows, Rows, SpooledRows, append
 
 #: Tokens per forward and backward pass; their activations are what peak memory is made of.
-BATCH_TOKENS = 256
+BATCH_TOKENS = 512
+#: Texts up to which attention is run step by step.
+_EAGER_TOKENS = 1024
 #: Tokens whose inputs are kept unrounded, for trying activation formats on.
 NUM_UNROUNDED_TOKENS = 512
 #: Tokens whose head inputs are kept.
@@ -144,7 +149,7 @@ class _Recorder:
         elif matrix.name in self.head_matrices:
             flat = self._real(x.detach().reshape(-1, x.shape[-1]))
             keep = self._sample(flat.shape[0], self.head_keep_ratio)
-            self.head_inputs.setdefault(matrix.name, []).append(flat[keep].clone())
+            self.head_inputs.setdefault(matrix.name, []).append(flat[keep].float().clone())
             return y
         else:
             self._record_input(matrix.name, x)
@@ -226,7 +231,7 @@ def calibrate(
     )
     step = max(1, BATCH_TOKENS // length)
     num_scored = 0
-    with _watching(model, sites, recorder, observers), torch.enable_grad():
+    with _watching(model, sites, recorder, observers, length), torch.enable_grad():
         for start in range(0, num_sequences, step):
             rows = slice(start, min(start + step, num_sequences))
             padding = text.padding[rows].reshape(-1)
@@ -248,9 +253,13 @@ def calibrate(
 
 @contextmanager
 def _watching(
-    model: nn.Module, sites: Sequence[Site], recorder: _Recorder, observers: Sequence[Observer]
+    model: nn.Module, sites: Sequence[Site], recorder: _Recorder, observers: Sequence[Observer], length: int
 ) -> Iterator[None]:
     with ExitStack() as stack:
+        if not observers:
+            stack.enter_context(torch.autocast("cpu", enabled=product_dtype() == torch.bfloat16))
+            if length <= _EAGER_TOKENS:
+                stack.enter_context(eager_attention(model))
         stack.enter_context(LinearCalls(model, sites, recorder.handle))
         for observer in observers:
             stack.enter_context(observer)

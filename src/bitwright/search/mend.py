@@ -193,7 +193,7 @@ def _raise_by_blame(
                 site=group.sites[0].tied_group or group.sites[0].name,
                 from_scheme=solution.options[index].key,
                 to_scheme=suspects[index].key,
-                why=f"raising it alone lowered the measured KL by {blame[index]:.3g} nats per token",
+                why=f"raising it alone lowered the measured KL by {blame[index]:.3g} nats",
                 measured_kl_before=effects.mean_kl,
             )
         )

@@ -39,8 +39,9 @@ class Tokens:
         self, model: nn.Module, ids: Tensor, scored: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, int]:
         """Σ log p(y_t), y_t drawn from the model's prediction of every scored token; not finite where that is not."""
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-        log_p = logits[scored[:, 1:]].log_softmax(-1)
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        counts = scored[:, 1:]
+        log_p = (logits.flatten(0, 1) if bool(counts.all()) else logits[counts]).float().log_softmax(-1)
         if not bool(torch.isfinite(log_p.detach().sum())):
             return log_p.detach().sum(), int(log_p.shape[0])
         return log_p.gather(-1, draw(log_p.detach(), generator)).sum(), int(log_p.shape[0])
