@@ -38,7 +38,9 @@ def main() -> None:
             scheme = f"int{bits[site.name]:g}_g{arguments.group_size}"
             rivals = {c: kl for c, kl in search.learned.scores[site.name].items() if c.scheme == scheme}
             assignment[site.name] = min(rivals, key=lambda c: rivals[c])
-        ours.write(arguments.out / run.name, search, assignment, stopwatch.stop(), f"assignment of {run.name}")
+        weights = search.weights(assignment)
+        note = f"assignment of {run.name}"
+        ours.write(arguments.out / run.name, search, assignment, weights, stopwatch.stop(), note)
 
 
 if __name__ == "__main__":

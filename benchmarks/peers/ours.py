@@ -5,6 +5,7 @@ round. Left out are probes, repair and proof, which measure on text of their own
 
     --roundings rtn clip     choose from these roundings; without it, from those that a search tries by itself
     --free BITS              all default schemes, at so many stored bits per weight, scales counted
+    --effort high            codes are found again, each matrix making up for the errors of those before it
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from bitwright.plan import Budget
 from bitwright.plan.rules import get_engine, ties
 from bitwright.quantize import ROUNDINGS, SCHEMES
 from bitwright.search.cache import Cache
+from bitwright.search.calibrate import calibrate
 from bitwright.search.candidate import Candidate, candidates_of
 from bitwright.search.correct import Correction
 from bitwright.search.learn import Learned, learn
-from bitwright.search.output import open_output
+from bitwright.search.output import Output, open_output
 from bitwright.search.price import Prices, price_model
 from bitwright.search.problem import build_problem
 from bitwright.search.progress import Silent
+from bitwright.search.refine import REFINEMENT_SEED
+from bitwright.search.refine_flow import find_in_flow
 from bitwright.search.settings import default_schemes
 from bitwright.search.task import TASKS
 from bitwright.search.text import TextSet
@@ -45,6 +49,8 @@ class Search:
 
     loaded: LoadedModel
     sites: tuple[Site, ...]
+    text: TextSet
+    output: Output
     prices: Prices
     learned: Learned
 
@@ -70,6 +76,18 @@ class Search:
             for site in self.sites
         }
 
+    def refined_weights(self, assignment: dict[str, Candidate]) -> dict[str, Tensor]:
+        """The same with `--effort high`, but for the comparison on text that no peer has: what it finds is taken."""
+        schemes = {
+            name: weights for name, c in assignment.items() if (weights := SCHEMES[c.scheme].weights) is not None
+        }
+        with Silent().stage("", 0) as stage:
+            statistics = calibrate(
+                self.loaded.model, self.sites, self.text, seed=REFINEMENT_SEED, stage=stage, output=self.output
+            )
+            codes = find_in_flow(self.loaded.model, self.sites, schemes, self.text, statistics, self.output, stage)
+        return {site.parameter: codes[site.name].dequantize() for site in self.sites}
+
 
 def text_of(path: Path, whole_texts: bool) -> TextSet:
     """Tokens as a set of text; every prediction is scored, or every token of whole texts."""
@@ -90,22 +108,33 @@ def text_of(path: Path, whole_texts: bool) -> TextSet:
 def open_search(folder: Path, schemes: Sequence[str], roundings: Sequence[str] | None) -> Search:
     """Load, calibrate and score."""
     loaded, task = load(folder), record.read_facts(folder)["task"]
+    output = open_output(task, loaded)
+    text = text_of(folder / "calibration.safetensors", TASKS[task].whole_texts)
     sites = tuple(site for site in find_sites(loaded.model) if site.role not in ("embedding", "lm_head"))
     candidates = candidates_of(schemes, roundings)
     learned = learn(
         loaded.model,
         sites,
-        text_of(folder / "calibration.safetensors", TASKS[task].whole_texts),
+        text,
         candidates,
         seed=0,
         cache=Cache(folder=None),
         progress=Silent(),
-        output=open_output(task, loaded),
+        output=output,
     )
-    return Search(loaded=loaded, sites=sites, prices=price_model(loaded, sites), learned=learned)
+    return Search(
+        loaded=loaded, sites=sites, text=text, output=output, prices=price_model(loaded, sites), learned=learned
+    )
 
 
-def write(out: Path, search: Search, assignment: dict[str, Candidate], times: dict[str, float], note: str) -> None:
+def write(
+    out: Path,
+    search: Search,
+    assignment: dict[str, Candidate],
+    weights: dict[str, Tensor],
+    times: dict[str, float],
+    note: str,
+) -> None:
     """Hand over as the peers do."""
     used: dict[str, int] = {}
     for site in search.sites:
@@ -113,7 +142,7 @@ def write(out: Path, search: Search, assignment: dict[str, Candidate], times: di
     record.write(
         out,
         bits={site.name: SCHEMES[assignment[site.name].scheme].weights.nominal_bits for site in search.sites},
-        weights=search.weights(assignment),
+        weights=weights,
         times=times,
         packages=["bitwright", "torch", "transformers"],
         notes={
@@ -139,6 +168,7 @@ def main() -> None:
     limit.add_argument("--free", type=float, metavar="BITS")
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--roundings", nargs="+", choices=sorted(ROUNDINGS))
+    parser.add_argument("--effort", choices=["default", "high"], default="default")
     arguments = parser.parse_args()
     schemes = named_schemes(arguments.group_size) if arguments.free is None else default_schemes()
     budget = Budget(nominal_bits=arguments.bits, effective_bits=arguments.free)
@@ -146,9 +176,10 @@ def main() -> None:
     stopwatch = record.Stopwatch()
     search = open_search(arguments.folder, schemes, arguments.roundings)
     assignment = search.assignment(budget)
-    search.weights(assignment)
+    weights = search.weights(assignment) if arguments.effort == "default" else search.refined_weights(assignment)
     times = stopwatch.stop()
-    write(arguments.out, search, assignment, times, f"roundings {arguments.roundings or 'all'}")
+    note = f"roundings {arguments.roundings or 'all'}, effort {arguments.effort}"
+    write(arguments.out, search, assignment, weights, times, note)
 
 
 if __name__ == "__main__":

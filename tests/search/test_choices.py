@@ -181,3 +181,14 @@ def test_bad_input(
     asked = {"budget": Budget(effective_bits=6.0)} | search_options(prose) | changes
     with pytest.raises(kind, match=sentence):
         optimize(load_tiny("llama"), **asked)
+
+
+@pytest.mark.parametrize(("found", "ruled_out"), [("a100", {"fp8"}), ("cpu-generic", set())])
+def test_rules_of_an_accelerator_at_hand_count_too(
+    load_tiny: Callable[..., LoadedModel], prose: Path, monkeypatch: pytest.MonkeyPatch, found: str, ruled_out: set[str]
+) -> None:
+    """A100s have no FP8 unit; a CPU at hand is where plans for other machines are made."""
+    monkeypatch.setattr("bitwright.hardware.detect", lambda: (hardware.get(found), "found"))
+    options = {**search_options(prose, schemes=["fp8", "int8_w"]), "hardware": None}
+    plan = optimize(load_tiny("llama"), budget=Budget(effective_bits=9.0), **options)
+    assert {out.scheme.split()[0] for out in plan.ruled_out} == ruled_out

@@ -187,7 +187,7 @@ def _workload_rows(plan: Plan) -> list[tuple[str, str]]:
         batch = "" if workload.batch == 1 else f" for {workload.batch} sequences ({spell_number(rate)} tokens/s)"
         rows.append(
             (
-                f"time ({latency.status})",
+                f"time ({latency.status}{', at measured rates' if latency.rates == 'achieved' else ''})",
                 f"{spell_seconds(latency.decode_s_per_token)} a token{batch}; prefill of {latency.prefill_tokens} "
                 f"tokens {spell_seconds(latency.prefill_s)}",
             )

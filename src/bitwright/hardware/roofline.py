@@ -11,9 +11,10 @@ linear layer ``y[tokens, out] = x[tokens, in] @ W[out, in]ᵀ``:
 Attention and elementwise work have their formulas in `latency.py`, over the same roofline.
 
 Every time is *predicted*, never measured here. With peak rates it is a floor: no kernel is faster. With
-``rates="achieved"`` the device file's measured figures are used where it has them (and the peak where not), which is
-closer to what a good kernel reaches. Left out: launch overhead, caches that hold a whole matrix, and the cost of
-widening weights to the compute format.
+``rates="achieved"`` the device file's measured figures are used where it has them, which is closer to what a good
+kernel reaches. A format that nobody measured is taken to reach the share of its peak that the measured ones reach:
+beside them its peak would make it look faster than it is. Left out: launch overhead, caches that hold a whole matrix,
+and the cost of widening weights to the compute format.
 """
 
 from __future__ import annotations
@@ -131,7 +132,9 @@ def read_time_s(device: Device, num_bytes: float, rates: Rates = "peak") -> floa
 
 
 def matmul_tflops(device: Device, compute_format: str, rates: Rates = "peak") -> float:
-    """Return 10¹² operations per second in a format: the achieved rate where asked for and known, else the peak.
+    """Return 10¹² operations per second in a format: the peak, or where asked for what is achieved.
+
+    A format without a measured rate is taken to reach the mean share of the peak that others reach.
 
     Raises:
         HardwareError: the device file has no rate for that format.
@@ -143,7 +146,16 @@ def matmul_tflops(device: Device, compute_format: str, rates: Rates = "peak") ->
             "Compute in one of these, or give a device file with that rate"
         )
     peak = device.matmul_tflops[compute_format]
-    return device.achieved_matmul_tflops.get(compute_format, peak) if rates == "achieved" else peak
+    known = device.achieved_matmul_tflops
+    if rates == "peak" or not known:
+        return peak
+    shares = [rate / device.matmul_tflops[name] for name, rate in known.items() if name in device.matmul_tflops]
+    return known.get(compute_format, peak * sum(shares) / len(shares) if shares else peak)
+
+
+def has_achieved_rates(device: Device) -> bool:
+    """Return whether the device file has any measured rate."""
+    return bool(device.achieved_matmul_tflops) or device.achieved_memory_gb_per_s is not None
 
 
 def memory_gb_per_s(device: Device, rates: Rates = "peak") -> float:

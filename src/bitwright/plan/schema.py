@@ -266,6 +266,8 @@ class Latency(Record):
     reference_prefill_s: Number | None = None
     reference_decode_s_per_token: Number | None = None
     status: Literal["predicted", "measured"] = "predicted"
+    #: What a prediction counts with: the device's peaks, or rates that were measured where its file has them.
+    rates: Literal["peak", "achieved"] = "peak"
 
 
 class Run(Record):

@@ -2,7 +2,8 @@
 
 Bytes are exact: codes, scales, offsets and the padding of a row to whole bytes. What no choice touches (norms, biases,
 and the embedding and head unless they are asked for) weighs what it does in the checkpoint. Time is the roofline's,
-operation by operation, and always *predicted*: nothing is run on that hardware here.
+operation by operation, at measured rates where the device file has them (`hardware profile` writes such files), and
+always *predicted*: nothing is run on that hardware here.
 
     weight_bytes     stored bytes of all weights
     decoder_bytes    those of the decoder's linear weights;  effective bits = 8 · decoder_bytes ÷ their number
@@ -33,7 +34,7 @@ from bitwright.models.value_sites import ValueSite
 from bitwright.plan import DeviceMemory, Latency, Workload
 from bitwright.quantize import SCHEMES
 from bitwright.search.candidate import Candidate
-from bitwright.search.serving import memory_beside_sites, value_amounts
+from bitwright.search.serving import RATES, memory_beside_sites, value_amounts
 
 #: Roles that are no part of the decoder's linear weights.
 END_ROLES = frozenset({"embedding", "lm_head"})
@@ -187,6 +188,7 @@ class Prices:
                 in_features=site.shape[1],
                 weight_bits=8 * self.site_bytes(site, choice) / site.num_weights,
                 compute_format=compute,
+                rates=RATES,
             ).seconds
         )
 
@@ -238,6 +240,7 @@ def predict_latency(prices: Prices, assignment: Assignment) -> Latency:
         reference_prefill_s=reference["prefill_s"],
         reference_decode_s_per_token=reference["decode_s"],
         status="predicted",
+        rates="peak" if prices.device is None or not roofline.has_achieved_rates(prices.device) else RATES,
     )
 
 

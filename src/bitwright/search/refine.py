@@ -32,6 +32,8 @@ from bitwright.search.refine_flow import find_in_flow
 from bitwright.search.refine_scales import NUM_EPOCHS, scales_are_continuous, tune_scales
 from bitwright.search.subject import Subject, known_reference
 
+#: Added to the seed of the plan: other labels are drawn than those that the scores saw.
+REFINEMENT_SEED = 1
 #: Sequences of the repair text on which what was found is compared.
 NUM_SEQUENCES = 32
 _LEARNED = LearnedCodes().name
@@ -92,7 +94,13 @@ def _flow(plan: Plan, subject: Subject, sites: list[Site], progress: Progress) -
     decoder = [site for site in subject.sites if site.role not in END_ROLES]
     with progress.stage("calibrate", text.num_sequences) as stage:
         statistics = calibrate(
-            model, decoder, text, seed=plan.seed + 1, stage=stage, output=subject.output, spool=subject.spool
+            model,
+            decoder,
+            text,
+            seed=plan.seed + REFINEMENT_SEED,
+            stage=stage,
+            output=subject.output,
+            spool=subject.spool,
         )
     names = {site.name for site in sites}
     schemes = {c.name: w for c in plan.sites if c.name in names and (w := SCHEMES[c.scheme].weights) is not None}

@@ -6,8 +6,8 @@
     any other value           written once and read once
 
 Each of these is a site's own and adds up, which the roofline's maximum over a whole attention does not: where a step
-computes as long as it reads, the sum is above it. All of it is *predicted*; the formulas are those of
-`hardware/memory.py` and `hardware/latency.py`.
+computes as long as it reads, the sum is above it. All of it is *predicted*, at measured rates where the device file has
+them; the formulas are those of `hardware/memory.py` and `hardware/latency.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from bitwright.plan import Workload
 from bitwright.quantize import VALUE_SCHEMES
 from bitwright.search.candidate import Candidate
 
+#: Which of a device's rates times are predicted with.
+RATES: roofline.Rates = "achieved"
 #: Bits of a value that nothing is chosen for: computed and kept in 16 bits, as served models are.
 VALUE_BITS = 16.0
 #: Roles whose values are multiplied with each other.
@@ -53,7 +55,7 @@ def value_amounts(site: ValueSite, choice: Candidate, device: Device | None, wor
             stored_bits=bits,
             batch=workload.batch,
         )
-        seconds = 0.0 if device is None else roofline.read_time_s(device, kept)
+        seconds = 0.0 if device is None else roofline.read_time_s(device, kept, RATES)
         return {"device_bytes": kept, "decode_s": seconds, "prefill_s": seconds}
     if device is None:
         return {}
@@ -62,14 +64,14 @@ def value_amounts(site: ValueSite, choice: Candidate, device: Device | None, wor
         per_pair = 2.0 * workload.batch * site.num_heads * site.head_dim
         return {
             step: roofline.operation_time(
-                device, flops={compute: per_pair * visible_pairs(queries, workload.context)}, moved_bytes=0
+                device, flops={compute: per_pair * visible_pairs(queries, workload.context)}, moved_bytes=0, rates=RATES
             ).seconds
             for step, queries in (("decode_s", 1), ("prefill_s", workload.context))
         }
     moved = 2 * workload.batch * site.width * bits / 8
     return {
-        "decode_s": roofline.read_time_s(device, moved),
-        "prefill_s": roofline.read_time_s(device, moved * workload.context),
+        "decode_s": roofline.read_time_s(device, moved, RATES),
+        "prefill_s": roofline.read_time_s(device, moved * workload.context, RATES),
     }
 
 

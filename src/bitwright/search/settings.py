@@ -34,7 +34,8 @@ class Settings:
     objective_reason: str
     device: Device
     device_reason: str
-    #: Whether the device was asked for, so that its rules count; a machine that was merely found has none.
+    #: Whether the device's rules count: those of a CPU that was merely found do not, as plans are made on CPUs
+    #: for other machines.
     device_rules: bool
     engine: Engine | None
     workload: Workload
@@ -133,7 +134,7 @@ def settle(
         objective_reason=settled.reason,
         device=device,
         device_reason=reason,
-        device_rules=hardware is not None or device_file is not None,
+        device_rules=hardware is not None or device_file is not None or device.kind != "cpu",
         engine=None if engine is None else get_engine(engine),
         workload=workload,
         task=task,
