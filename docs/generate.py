@@ -332,8 +332,8 @@ def hardware_page() -> str:
 
 Rates are dense: data sheets often print twice the figure, which needs 2:4 sparsity. Integer formats count operations
 (TOP/s). A format without a rate has no matrix unit on the chip, or none that is known. *Achieved*: what somebody
-measured. Times that follow from these figures (`time = max(operations / rate, bytes / bandwidth)`) are always called
-predicted.
+measured; plans count with it, and take a format that nobody measured to reach the same share of its peak. Times that
+follow from these figures (`time = max(operations / rate, bytes / bandwidth)`) are always called predicted.
 
 `--hardware NAME` plans for one of these; without it, the machine at hand is recognised by the name its GPU reports or
 by the instruction sets of its processor (`bitwright hardware` says which it is, and why).
