@@ -96,6 +96,24 @@ class TestSplits:
         assert torch.equal(small.calibrate.input_ids, large.calibrate.input_ids)
         assert not documents_of(tokenizer, small.calibrate) & documents_of(tokenizer, large.final)
 
+    @pytest.mark.parametrize("wanted", [12, 10_000])
+    def test_further_text_comes_from_the_documents_that_calibrate(self, tmp_path: Path, wanted: int) -> None:
+        """The other splits stay as they are; of more than there is, all that is left is taken."""
+        tokenizer, path = byte_tokenizer(), write_documents(tmp_path / "a.jsonl")
+        without, splits = (split(tokenizer, path, further_tokens=n * LENGTH) for n in (0, wanted))
+        assert without.further is None and splits.further is not None
+        for name in ("calibrate", "repair", "final"):
+            assert getattr(splits, name).hash == getattr(without, name).hash
+        assert splits.further.num_sequences == wanted or wanted == 10_000
+        for proof in (splits.repair, splits.final):
+            assert not documents_of(tokenizer, splits.further) & documents_of(tokenizer, proof)
+        assert not windows(splits.further) & windows(splits.calibrate)
+        joined = splits.calibrate.joined(splits.further)
+        assert windows(joined) == windows(splits.calibrate) | windows(splits.further)
+        assert joined.num_tokens == splits.calibrate.num_tokens + splits.further.num_tokens
+        used_up = split(tokenizer, path, calibration_tokens=joined.input_ids.numel(), further_tokens=LENGTH)
+        assert (used_up.further is None) == (wanted == 10_000)
+
     def test_two_sources_share_nothing(self, tmp_path: Path) -> None:
         tokenizer = byte_tokenizer()
         first = write_documents(tmp_path / "a.jsonl", num_documents=30)

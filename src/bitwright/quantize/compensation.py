@@ -5,9 +5,10 @@ in the damage that `seen.py` weighs errors with, is a regression on what it read
 
     min over V of  Σ_w ‖(V X̃_wᵀ − W X_wᵀ) G_wᵀ‖²   →   V = W + W C H⁻¹,      C = Σ_w (X_w − X̃_w)ᵀ (G_w G_wᵀ) X̃_w
 
-with H of the inputs X̃ that it reads now, its diagonal raised as for error feedback: what a few thousand tokens say of
-the regression is not trusted further. V is then rounded with feedback under the same H. (The same idea with plain
-moments: Li et al., GPTAQ, arXiv:2504.02692.)
+with H of the inputs X̃ that it reads now, its diagonal raised as for error feedback. What a few thousand tokens say of
+the regression is not trusted all the way: SHRINKAGE of the change is made. (SmolLM2-135M, int4 in groups of 128, 8,192
+tokens: KL on other text 0.0569 with all of the change, 0.0539 with 0.6 of it, 0.0552 with 0.4.) V is then rounded with
+feedback under the same H. (The same idea with plain moments: Li et al., GPTAQ, arXiv:2504.02692.)
 
 A matrix whose output is added to a running sum can also make up for what that sum already lacks: with D the sum as
 meant less the sum as it is, W X_w becomes W X_w + D_w, and D enters beside (X_w − X̃_w) Wᵀ.
@@ -21,6 +22,9 @@ import torch
 from torch import Tensor
 
 from bitwright.quantize.seen import Seen, product_dtype, windows
+
+#: The share of the regression's change that is made.
+SHRINKAGE = 0.6
 
 
 @torch.no_grad()
@@ -40,7 +44,7 @@ def compensated(weight_NK: Tensor, seen: Seen, intended_TK: Tensor, lacking_TN: 
         wanted_NK += (lacking_TN.to(mixed_TK.dtype).T @ mixed_TK).float()
     if not bool(torch.isfinite(wanted_NK).all()):
         return weight_NK
-    return weight_NK + torch.linalg.solve(seen.weighted.matrix_KK, wanted_NK.T).T
+    return weight_NK + SHRINKAGE * torch.linalg.solve(seen.weighted.matrix_KK, wanted_NK.T).T
 
 
 def _mixed(seen: Seen) -> Tensor:

@@ -3,10 +3,12 @@
     flow      every matrix makes up for the errors of all before it            (`refine_flow.py`)
     scales    scales follow the gradient of the true KL, codes held            (`refine_scales.py`)
 
-Both use the calibration text alone. What they found is then measured on the repair text beside what the plan had, run
-from the tensors that a plan keeps; the least KL stays, and the plan says so. Sites in question are whole matrices that
-store codes under scales of rows or groups, without a transform and with inputs left as they are; all others keep what
-they have, and are made up for.
+Both use the calibration text alone; for the first there may be more of it (`Splits.further`), since how well codes do
+on other text is a matter of how much they saw: SmolLM2-135M in int4 groups of 128 comes to a KL of 0.070 with every
+matrix on its own, to 0.054 in the flow of the same 8,192 tokens. What they found is then measured on the repair text
+beside what the plan had, run from the tensors that a plan keeps; the least KL stays, and the plan says so. Sites in
+question are whole matrices that store codes under scales of rows or groups, without a transform and with inputs left as
+they are; all others keep what they have, and are made up for.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from bitwright.search.progress import Progress
 from bitwright.search.refine_flow import find_in_flow
 from bitwright.search.refine_scales import NUM_EPOCHS, scales_are_continuous, tune_scales
 from bitwright.search.subject import Subject, known_reference
+from bitwright.search.text import TextSet
 
 #: Added to the seed of the plan: other labels are drawn than those that the scores saw.
 REFINEMENT_SEED = 1
@@ -61,7 +64,8 @@ def refine(plan: Plan, subject: Subject, repair: Reference, progress: Progress) 
     best = min(kls, key=lambda name: kls[name])
     words = ", ".join(f"{name} {kl:.4g}" for name, kl in kls.items())
     kept = f"codes of {len(flowed)} sites were refined" if best != "as chosen" else "refined codes were no better"
-    note = f"{kept}: on {_count(repair)} sequences of the repair text the KL is {words}"
+    tokens = _text_of(subject).num_tokens
+    note = f"{kept} with {tokens:,} tokens: on {_count(repair)} sequences of the repair text the KL is {words}"
     ratio = kls[best] / kls["as chosen"] if kls["as chosen"] > 0 else 1.0
     summary = plan.summary.model_copy(update={"predicted_kl": plan.summary.predicted_kl * ratio})
     return plans[best].replace(notes=(*plan.notes, note), summary=summary)
@@ -90,7 +94,7 @@ def _can_be_refined(choice: SiteChoice) -> bool:
 
 
 def _flow(plan: Plan, subject: Subject, sites: list[Site], progress: Progress) -> dict[str, QTensor]:
-    model, text = subject.loaded.model, subject.splits.calibrate
+    model, text = subject.loaded.model, _text_of(subject)
     decoder = [site for site in subject.sites if site.role not in END_ROLES]
     with progress.stage("calibrate", text.num_sequences) as stage:
         statistics = calibrate(
@@ -110,6 +114,12 @@ def _flow(plan: Plan, subject: Subject, sites: list[Site], progress: Progress) -
         emulate_plan(waiting, model, subject.sites, originals=subject.originals),
     ):
         return find_in_flow(model, decoder, schemes, text, statistics, subject.output, stage)
+
+
+def _text_of(subject: Subject) -> TextSet:
+    """The calibration text, and more of the same documents where there is more."""
+    splits = subject.splits
+    return splits.calibrate if splits.further is None else splits.calibrate.joined(splits.further)
 
 
 def _tune(plan: Plan, subject: Subject, codes: Mapping[str, QTensor], progress: Progress) -> dict[str, QTensor]:

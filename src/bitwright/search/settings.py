@@ -19,6 +19,8 @@ from bitwright.search.value_learn import default_value_schemes
 
 #: The first solution aims this far below a quality limit: an interval's upper end, not its mean, must keep the limit.
 FIRST_AIM = 0.88
+#: `--effort high` refines codes on so many times the calibration tokens, where the text has as many.
+REFINEMENT_TEXT = 4
 
 Effort = Literal["default", "high"]
 #: Which values are rounded: "auto" is the KV cache under a context, and nothing without one.

@@ -20,7 +20,7 @@ from bitwright.search.limits import quantity_of, sum_of, value_of
 from bitwright.search.output import Output, Reference, open_output, raise_if_not_measurable
 from bitwright.search.price import AS_LOADED, END_ROLES, KEPT_ROLES, AnySite, Prices, price_model
 from bitwright.search.progress import Progress
-from bitwright.search.settings import Settings
+from bitwright.search.settings import REFINEMENT_TEXT, Settings
 from bitwright.search.speaker import Speaker
 from bitwright.search.text import Splits, TextSet, split_text
 from bitwright.search.verify import ReferenceFacts, reference_facts, vocabulary_size
@@ -131,6 +131,7 @@ def cut_text(loaded: LoadedModel, settings: Settings, *, folder: Path | None, pr
             sequence_length=settings.sequence_length,
             seed=settings.seed,
             vocabulary_size=vocabulary_size(loaded),
+            further_tokens=(REFINEMENT_TEXT - 1) * settings.tokens if settings.effort == "high" else 0,
             speaker=Speaker(
                 loaded=loaded,
                 sequence_length=settings.sequence_length,

@@ -59,6 +59,16 @@ class TextSet:
         """How many tokens are scored."""
         return int(self.scored.sum())
 
+    def joined(self, other: TextSet) -> TextSet:
+        """The sequences of this set, then those of another from the same source."""
+        return _text_set(
+            torch.cat([self.input_ids, other.input_ids]),
+            torch.cat([self.scored, other.scored]),
+            torch.cat([self.padding, other.padding]),
+            source=self.source,
+            description=self.description,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
@@ -67,6 +77,8 @@ class Splits:
     calibrate: TextSet
     repair: TextSet
     final: TextSet
+    #: More sequences from the documents that calibrate; None where none were asked for, or there are no more.
+    further: TextSet | None = None
     #: What a reader of results on this text must know.
     notes: tuple[str, ...] = ()
 
@@ -83,6 +95,7 @@ def split_text(
     seed: int,
     vocabulary_size: int | None = None,
     speaker: Speaker | None = None,
+    further_tokens: int = 0,
 ) -> Splits:
     """Read the text and return the three splits; the same arguments give the same tokens.
 
@@ -96,6 +109,7 @@ def split_text(
         seed: of the shuffling; torch's global generator is not touched.
         vocabulary_size: ids must be below it; by default the tokenizer's. Pass the rows of the model's embedding.
         speaker: the model, for sets that are sampled from it.
+        further_tokens: how many more tokens are welcome for `further`; fewer are no error.
 
     Raises:
         UnknownName: no such task or set.
@@ -135,10 +149,17 @@ def split_text(
     )
     taken: set[bytes] = set()
     deals = deal_documents(first, second, seed)
+    calibrate, repair, final = (
+        found
+        for name, amount in (("calibrate", learn), ("repair", prove), ("final", prove))
+        if (found := _collect(deals[name], encoder, shape, amount, taken)) is not None  # some are needed of each
+    )
+    more = _Amount(num_needed=0, num_wanted=ceil(further_tokens / sequence_length), num_tokens=0)
     return Splits(
-        calibrate=_collect(deals["calibrate"], encoder, shape, learn, taken),
-        repair=_collect(deals["repair"], encoder, shape, prove, taken),
-        final=_collect(deals["final"], encoder, shape, prove, taken),
+        calibrate=calibrate,
+        repair=repair,
+        final=final,
+        further=_collect(deals["calibrate"], encoder, shape, more, taken) if more.num_wanted else None,
         notes=_notes(calibration, evaluation),
     )
 
@@ -200,8 +221,8 @@ def _encoder(tokenizer: Any) -> Encoder:
     return Encoder(tokenizer)
 
 
-def _collect(deal: Deal, encoder: Encoder, shape: _Shape, amount: _Amount, taken: set[bytes]) -> TextSet:
-    """Take new sequences from a split's documents until there are enough, and add them to `taken`."""
+def _collect(deal: Deal, encoder: Encoder, shape: _Shape, amount: _Amount, taken: set[bytes]) -> TextSet | None:
+    """Take new sequences from a split's documents until there are enough, and add them to `taken`; None: none left."""
     rows: list[Tensor] = []
     masks: list[tuple[Tensor, Tensor]] = []
     num_tokens, tokens_needed = 0, amount.num_tokens if shape.task.whole_texts else 0
@@ -217,18 +238,25 @@ def _collect(deal: Deal, encoder: Encoder, shape: _Shape, amount: _Amount, taken
             break
     if len(rows) < amount.num_needed or num_tokens < tokens_needed:
         raise DataError(_describe_shortage(deal, encoder, shape, len(rows), amount))
+    if not rows:
+        return None
     input_ids = torch.stack(rows)
     scored = torch.stack([scored for scored, _ in masks])
     _raise_if_untokenised(input_ids, scored, encoder, shape, deal)
+    padding = torch.stack([padding for _, padding in masks])
+    return _text_set(input_ids, scored, padding, source=deal.source.name, description=deal.source.description)
+
+
+def _text_set(input_ids: Tensor, scored: Tensor, padding: Tensor, *, source: str, description: str) -> TextSet:
     digest = hashlib.sha256(repr(tuple(input_ids.shape)).encode())
     digest.update(input_ids.numpy().astype("<i8").tobytes())
     digest.update(scored.numpy().tobytes())
     return TextSet(
-        source=deal.source.name,
-        description=deal.source.description,
+        source=source,
+        description=description,
         input_ids=input_ids,
         scored=scored,
-        padding=torch.stack([padding for _, padding in masks]),
+        padding=padding,
         hash=digest.hexdigest(),
     )
 
