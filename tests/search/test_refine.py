@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 from tiny_search import NoStage, random_text, search_options
 
+from bitwright.errors import DataError
 from bitwright.models import find_sites, site_weight
 from bitwright.models.loaded import LoadedModel
 from bitwright.quantize import SCHEMES, QTensor, quantize
@@ -82,6 +84,9 @@ def test_a_plan_says_what_refining_gained_and_runs_it(prose: Path, load_tiny: Ca
     plan = optimize(loaded, **search_options(prose, effort="high", schemes=("int4_g32",)))
     notes = [note for note in plan.notes if "repair text the KL is" in note]
     assert len(notes) == 1
+    assert plan.calibration is not None and plan.calibration.tokens
+    refined_on = int(notes[0].split(" tokens: on ")[0].split()[-1].replace(",", ""))
+    assert plan.calibration.tokens < refined_on <= 4 * plan.calibration.tokens
     learned = [choice for choice in plan.sites if choice.rounding == "learned"]
     assert bool(learned) == ("were refined" in notes[0])
     for choice in learned:
@@ -89,3 +94,13 @@ def test_a_plan_says_what_refining_gained_and_runs_it(prose: Path, load_tiny: Ca
     assert plan.measured is not None
     again = verify(plan, model=loaded, evaluation=prose)
     assert again.kl.mean == pytest.approx(plan.measured.kl.mean, abs=1e-9)
+
+
+def test_a_disk_without_room_is_refused_before_any_work(
+    prose: Path, load_tiny: Callable[..., LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kibibyte is free, in a folder that is not there yet."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1024))
+    monkeypatch.setattr("bitwright.search.optimize.learn_scores", None)
+    with pytest.raises(DataError, match=r"--effort high keeps up to .* 0\.0 GiB are free; name a folder .* --spool"):
+        optimize(load_tiny("llama"), **search_options(prose, effort="high", spool=tmp_path / "not" / "there"))

@@ -207,7 +207,8 @@ def optimize_command(
         bool, typer.Option("--low-memory", help="Keep statistics and codes on disk; the plan is the same.")
     ] = False,
     spool: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where --low-memory keeps them; default: the cache's disk.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Where --low-memory and --effort high keep them; default: the cache's disk."),
     ] = None,
 ) -> None:
     """Choose the precision of every layer within your limits, and prove the choice on held-out text.

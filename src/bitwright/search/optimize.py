@@ -23,7 +23,7 @@ from bitwright.search.mend import Mended, mend
 from bitwright.search.pareto import pareto_front
 from bitwright.search.probe import measure_roles, probe
 from bitwright.search.progress import Progress, Silent
-from bitwright.search.refine import refine
+from bitwright.search.refine import raise_if_no_room, refine
 from bitwright.search.robustness import study_robustness
 from bitwright.search.settings import default_schemes, first_aim, settle
 from bitwright.search.subject import Subject, known_reference, known_reference_facts, open_subject, spool_folder
@@ -94,7 +94,8 @@ def optimize(
         progress: shows the stages.
         allow_pickle: load pickled checkpoints, which can run code.
         low_memory: keep statistics, codes and replaced weights on disk, and work matrix by matrix: the same plan.
-        spool: the folder on whose disk they lie for the time of the search; by default that of the cache.
+        spool: the folder on whose disk they lie for the time of the search, and what effort "high" keeps; by default
+            that of the cache.
 
     Returns:
         A plan. `plan.met` says whether every limit holds; a plan that misses one is the nearest that was found.
@@ -125,14 +126,17 @@ def optimize(
         sequence_length=sequence_length,
         seed=seed,
     )
+    folder = spool_folder(spool, cache)
     subject = open_subject(
         model,
         settings,
         cache=cache,
         allow_pickle=allow_pickle,
         progress=clock,
-        spool_folder=spool_folder(spool, cache) if low_memory else None,
+        spool_folder=folder if low_memory else None,
     )
+    if settings.effort == "high":
+        raise_if_no_room(subject, folder)
     learned, learned_values = learn_scores(subject, settings, clock)
     meter = open_meter(subject, learned, learned_values, clock)
     problem, probes = probe(subject, settings, learned, meter, clock)
@@ -153,7 +157,7 @@ def optimize(
         robustness=study_robustness(subject, settings, mended, meter, clock) if robustness else None,
     )
     if settings.effort == "high":
-        plan = refine(plan, subject, meter.reference, clock)
+        plan = refine(plan, subject, meter.reference, folder, clock)
     proved = _prove(plan, subject, mended, clock)
     paths = {
         "model": subject.loaded.name if isinstance(model, LoadedModel) else lasting_path(model),

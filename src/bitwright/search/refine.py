@@ -13,14 +13,18 @@ they are; all others keep what they have, and are made up for.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from bitwright.errors import DataError
 from bitwright.inference import emulate_plan, tensors_of
 from bitwright.models.linear_calls import matrices_of
 from bitwright.models.sites import Site
+from bitwright.models.spool import Spool
 from bitwright.plan import Plan, SiteChoice
 from bitwright.quantize import SCHEMES
 from bitwright.quantize.error_feedback import can_feed_back
@@ -42,19 +46,20 @@ NUM_SEQUENCES = 32
 _LEARNED = LearnedCodes().name
 
 
-def refine(plan: Plan, subject: Subject, repair: Reference, progress: Progress) -> Plan:
+def refine(plan: Plan, subject: Subject, repair: Reference, folder: Path, progress: Progress) -> Plan:
     """The plan with better codes, or as it is where none were found; a note tells which.
 
     Args:
         plan: a draft, with its tensors.
         subject: model and text.
         repair: the reference on the repair text.
+        folder: on whose disk lies what the text leaves at every matrix.
         progress: shows the stages.
     """
     sites = _refinable(plan, subject.sites)
     if not sites:
         return plan.replace(notes=(*plan.notes, "no site has codes that could be refined"))
-    flowed = _flow(plan, subject, sites, progress)
+    flowed = _flow(plan, subject, sites, folder, progress)
     if not flowed:
         return plan.replace(notes=(*plan.notes, "no site has codes that could be refined"))
     plans = {"as chosen": plan, "errors made up for by later layers": _with_codes(plan, flowed)}
@@ -93,27 +98,50 @@ def _can_be_refined(choice: SiteChoice) -> bool:
     )
 
 
-def _flow(plan: Plan, subject: Subject, sites: list[Site], progress: Progress) -> dict[str, QTensor]:
+def raise_if_no_room(subject: Subject, folder: Path) -> None:
+    """Refuse before any work what would end for want of room on the disk.
+
+    Raises:
+        DataError: inputs and gradients of the text need more than is free.
+    """
+    decoder = [site for site in subject.sites if site.role not in END_ROLES]
+    numbers = sum(site.shape[0] + site.shape[1] for site in decoder)
+    num_bytes = _text_of(subject).input_ids.numel() * numbers * torch.bfloat16.itemsize
+    free = shutil.disk_usage(_existing(folder)).free
+    if num_bytes > free:
+        raise DataError(
+            f"--effort high keeps up to {num_bytes / 2**30:.1f} GiB in {folder}, where {free / 2**30:.1f} GiB are "
+            "free; name a folder on a larger disk with --spool, or ask for fewer --tokens"
+        )
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the first above it that is there."""
+    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
+
+
+def _flow(plan: Plan, subject: Subject, sites: list[Site], folder: Path, progress: Progress) -> dict[str, QTensor]:
     model, text = subject.loaded.model, _text_of(subject)
     decoder = [site for site in subject.sites if site.role not in END_ROLES]
-    with progress.stage("calibrate", text.num_sequences) as stage:
-        statistics = calibrate(
-            model,
-            decoder,
-            text,
-            seed=plan.seed + REFINEMENT_SEED,
-            stage=stage,
-            output=subject.output,
-            spool=subject.spool,
-        )
     names = {site.name for site in sites}
     schemes = {c.name: w for c in plan.sites if c.name in names and (w := SCHEMES[c.scheme].weights) is not None}
     waiting = _with_choices(plan, {site.name: {"scheme": "as_loaded", "rounding": "rtn"} for site in sites})
-    with (
-        progress.stage("refine the codes", len(matrices_of(decoder))) as stage,
-        emulate_plan(waiting, model, subject.sites, originals=subject.originals),
-    ):
-        return find_in_flow(model, decoder, schemes, text, statistics, subject.output, stage)
+    with Spool(folder) as spool:
+        with progress.stage("calibrate", text.num_sequences) as stage:
+            statistics = calibrate(
+                model,
+                decoder,
+                text,
+                seed=plan.seed + REFINEMENT_SEED,
+                stage=stage,
+                output=subject.output,
+                spool=spool,
+            )
+        with (
+            progress.stage("refine the codes", len(matrices_of(decoder))) as stage,
+            emulate_plan(waiting, model, subject.sites, originals=subject.originals),
+        ):
+            return find_in_flow(model, decoder, schemes, text, statistics, subject.output, stage)
 
 
 def _text_of(subject: Subject) -> TextSet:
