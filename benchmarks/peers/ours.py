@@ -6,6 +6,7 @@ round. Left out are probes, repair and proof, which measure on text of their own
     --roundings rtn clip     choose from these roundings; without it, from those that a search tries by itself
     --free BITS              all default schemes, at so many stored bits per weight, scales counted
     --effort high            codes are found again, each matrix making up for the errors of those before it
+    --further                for that, more text of the documents that calibrate, which no peer is given
 """
 
 from __future__ import annotations
@@ -76,16 +77,16 @@ class Search:
             for site in self.sites
         }
 
-    def refined_weights(self, assignment: dict[str, Candidate]) -> dict[str, Tensor]:
+    def refined_weights(self, assignment: dict[str, Candidate], text: TextSet) -> dict[str, Tensor]:
         """The same with `--effort high`, but for the comparison on text that no peer has: what it finds is taken."""
         schemes = {
             name: weights for name, c in assignment.items() if (weights := SCHEMES[c.scheme].weights) is not None
         }
         with Silent().stage("", 0) as stage:
             statistics = calibrate(
-                self.loaded.model, self.sites, self.text, seed=REFINEMENT_SEED, stage=stage, output=self.output
+                self.loaded.model, self.sites, text, seed=REFINEMENT_SEED, stage=stage, output=self.output
             )
-            codes = find_in_flow(self.loaded.model, self.sites, schemes, self.text, statistics, self.output, stage)
+            codes = find_in_flow(self.loaded.model, self.sites, schemes, text, statistics, self.output, stage)
         return {site.parameter: codes[site.name].dequantize() for site in self.sites}
 
 
@@ -169,6 +170,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--roundings", nargs="+", choices=sorted(ROUNDINGS))
     parser.add_argument("--effort", choices=["default", "high"], default="default")
+    parser.add_argument("--further", action="store_true")
     arguments = parser.parse_args()
     schemes = named_schemes(arguments.group_size) if arguments.free is None else default_schemes()
     budget = Budget(nominal_bits=arguments.bits, effective_bits=arguments.free)
@@ -176,7 +178,11 @@ def main() -> None:
     stopwatch = record.Stopwatch()
     search = open_search(arguments.folder, schemes, arguments.roundings)
     assignment = search.assignment(budget)
-    weights = search.weights(assignment) if arguments.effort == "default" else search.refined_weights(assignment)
+    if arguments.effort == "default":
+        weights = search.weights(assignment)
+    else:
+        further = text_of(arguments.folder / "further.safetensors", whole_texts=False) if arguments.further else None
+        weights = search.refined_weights(assignment, search.text if further is None else search.text.joined(further))
     times = stopwatch.stop()
     note = f"roundings {arguments.roundings or 'all'}, effort {arguments.effort}"
     write(arguments.out, search, assignment, weights, times, note)

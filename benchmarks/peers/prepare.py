@@ -7,7 +7,8 @@
 
 A model folder holds config.json, fp32 model.safetensors and the tokenizer. (transformers refuses to save a model that
 came from GGUF, so its weights are moved into a fresh one.) Texts are `input_ids` and a `mask` that is 0 at padding,
-int64 [sequences, length]. facts.json says what scripts need that do not know bitwright.
+int64 [sequences, length]; `further.safetensors` has more text of the documents that calibrate, for what is told of
+`--effort high` beside the comparison. facts.json says what scripts need that do not know bitwright.
 """
 
 from __future__ import annotations
@@ -96,11 +97,15 @@ def _write_texts(folder: Path, tokenizer: Any, task: str) -> dict[str, str]:
         evaluation_tokens=num_evaluation * length,
         sequence_length=length,
         seed=SEED,
+        further_tokens=num_calibration * length,
     )
     for name, text, count in (
         ("calibration", splits.calibrate, num_calibration),
         ("evaluation", splits.final, num_evaluation),
+        ("further", splits.further, num_calibration),
     ):
+        if text is None:
+            continue
         mask = (~text.padding[:count]).long()
         save_file({"input_ids": text.input_ids[:count].contiguous(), "mask": mask}, folder / f"{name}.safetensors")
     return {

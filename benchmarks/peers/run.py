@@ -54,6 +54,7 @@ TOOLS = {
     "bitwright-clip": Tool(script="ours.py", arguments=("--roundings", "rtn", "clip")),
     "bitwright-gptq": Tool(script="ours.py", arguments=("--roundings", "gptq")),
     "bitwright-high": Tool(script="ours.py", arguments=("--effort", "high")),
+    "bitwright-high-further": Tool(script="ours.py", arguments=("--effort", "high", "--further")),
     "bitwright-free": Tool(script="ours.py"),
 }
 #: Whose bits reached are the limit of bitwright's runs.
@@ -88,10 +89,20 @@ class Row:
 
 
 ROWS = {
-    "4.00": Row(bits=4, also=("modelopt-awq", "autoround-200", "bitwright-clip", "bitwright-gptq", "bitwright-high")),
+    "4.00": Row(
+        bits=4,
+        also=(
+            "modelopt-awq",
+            "autoround-200",
+            "bitwright-clip",
+            "bitwright-gptq",
+            "bitwright-high",
+            "bitwright-high-further",
+        ),
+    ),
     "4.62": Row(bits=4.62, also=("autoround-200", "bitwright-high", "bitwright-free")),
     "4.80": Row(bits=4.8, also=("modelopt-awq",)),
-    "5.31": Row(bits=5.31, also=("bitwright-high", "bitwright-free")),
+    "5.31": Row(bits=5.31, also=("bitwright-high", "bitwright-high-further", "bitwright-free")),
     "5.50": Row(bits=5.5),
     "6.30": Row(bits=6.3, also=("bitwright-free",)),
     "6.50": Row(bits=6.5),
