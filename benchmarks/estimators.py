@@ -13,7 +13,8 @@ of a weight:
     sequences      the same over whole sequences
 
 What roundings of activations add is scored token by token in all of them (`search/score.py`). Roundings that saw the
-calibration text are told twice: as they are scored on it, and with the correction of `search/optimism.py`.
+calibration text are told twice: as they are scored on it, and with the correction of `search/optimism.py`. Then every
+change is made at all sites at once: the sum of the corrected scores beside what is measured, before any probe.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any
 
 RESULT = Path(__file__).parent / "results" / "estimators.json"
 _SEQUENCE_LENGTH, _NUM_CALIBRATION, _NUM_MEASURED = 128, 32, 8
-_SITES_PER_ROLE = 1
+_SITES_PER_ROLE = 3
 #: (scheme, rounding) of the changes.
 _CHANGES = (
     ("int3_g64", "rtn"),
@@ -140,7 +141,12 @@ def measure() -> dict[str, Any]:
         optimism = measure_optimism(loaded.model, sites, found, candidates)
         optimism_s = time.perf_counter() - begin
         reference = run_reference(loaded.model, measured, stage)
-        for at in score(loaded.model, sampled, found, quantizer, candidates, optimism):
+        sums = dict.fromkeys(candidates, 0.0)
+        for at in score(loaded.model, sites, found, quantizer, candidates, optimism):
+            for candidate in candidates:
+                sums[candidate] += at.kl[candidate]
+            if at.site not in sampled:
+                continue
             weight = site_weight(loaded.model, at.site).contiguous()
             seen = seen_at(at.site, at.site.parameter, found)
             assert seen is not None and seen.g_TN is not None
@@ -164,12 +170,19 @@ def measure() -> dict[str, Any]:
                 print(
                     at.site.name, candidate, f"{run.mean_kl:.3g} measured, {at.kl[candidate]:.3g} predicted", flush=True
                 )
+        totals = []
+        for candidate in candidates:
+            rules = quantizer.rules(dict.fromkeys((site.name for site in sites), candidate))
+            with emulate(loaded.model, sites, rules) as model:
+                run = compare(reference, lambda ids, model=model: run_logits(model, ids), stage)
+            totals.append({"change": str(candidate), "predicted": sums[candidate], "measured": run.mean_kl})
     return {
         "what": "demo-dithered; 32 x 128 calibration tokens; single changes measured on 8 x 128 final tokens",
         "changes": len(pairs),
         "seconds_of_the_correction": round(optimism_s, 1),
         "optimism": {f"{role} {candidate}": round(factor, 3) for (role, candidate), factor in optimism.items()},
         "estimators": {name: summary(pairs, name) for name in pairs[0]["estimates"]},
+        "totals": totals,
         "single_changes": pairs,
     }
 
@@ -184,6 +197,8 @@ def main() -> None:
     RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     for name, found in content["estimators"].items():
         print(f"{name:26} {found['correlation_of_logarithms']:.3f} {found['spread_of_log_ratio']:.2f}")
+    for total in content["totals"]:
+        print(f"{total['change']:26} {total['predicted']:.3g} predicted, {total['measured']:.3g} measured")
 
 
 if __name__ == "__main__":
