@@ -22,7 +22,6 @@ def drawn(*shape: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("with_gradients", [False, True])
 def test_the_aim_has_no_slope(with_gradients: bool, lacking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bitwright.quantize.seen.product_dtype", lambda: torch.float32)
-    monkeypatch.setattr("bitwright.quantize.compensation.product_dtype", lambda: torch.float32)
     monkeypatch.setattr("bitwright.quantize.compensation.SHRINKAGE", 1.0)
     w, meant = drawn(ROWS, COLUMNS, seed=0), drawn(TOKENS, COLUMNS, seed=1)
     read = meant + 0.2 * drawn(TOKENS, COLUMNS, seed=2) + 0.1

@@ -221,6 +221,30 @@ def test_the_weighted_moment_is_that_of_window_gradients(
     assert raised[0] == pytest.approx(0.3 * np.trace(expected) / 20, rel=1e-3)
 
 
+@pytest.mark.parametrize("num_known", [1, 50, 64, 96])
+def test_tokens_without_a_gradient_count_as_the_others_do_on_average(
+    monkeypatch: pytest.MonkeyPatch, num_known: int
+) -> None:
+    """(Σ_w D_wᵀ D_w + mean ‖g‖² Σ x xᵀ over the rest) ÷ (T mean ‖g‖²), in float64."""
+    monkeypatch.setattr(seen_module, "product_dtype", lambda: torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    x, g = torch.randn(96, 20, generator=generator), torch.randn(num_known, 6, generator=generator)
+    mean = float(g.double().square().sum()) / num_known
+    rest = x[num_known:].double().numpy()
+    expected = mean * rest.T @ rest
+    for start in range(0, num_known, 32):
+        window = slice(start, min(start + 32, num_known))
+        gradient = g[window].double().numpy().T @ x[window].double().numpy()
+        expected += gradient.T @ gradient
+    expected /= 96 * mean
+    seen = Seen(x_TK=x, g_TN=g)
+    found = seen.weighted.matrix_KK.double().numpy()
+    off_diagonal = ~np.eye(20, dtype=bool)
+    assert found[off_diagonal] == pytest.approx(expected[off_diagonal], rel=1e-4, abs=1e-5)
+    assert seen.token_weights_T is not None
+    assert seen.token_weights_T[num_known:].tolist() == pytest.approx([mean] * (96 - num_known), rel=1e-5)
+
+
 def test_products_in_bf16_move_the_moment_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """By half a percent of √(H_ii H_jj) at most: a tenth of what another sample of as many tokens would."""
     generator = torch.Generator().manual_seed(0)

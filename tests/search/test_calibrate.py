@@ -317,3 +317,35 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     for p_V, of_row in zip(p_TV, drawn.T, strict=True):
         counts = torch.bincount(of_row, minlength=5)
         assert bool(((counts - 1e5 * p_V).abs() <= 4 * (1e5 * p_V * (1 - p_V)).sqrt() + (p_V > 0)).all())
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def test_of_a_long_text_the_beginning_has_gradients(
+    make_tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """The same inputs as with all gradients, and of those the first; an expert has both of the tokens that reach it."""
+    model, text = make_tiny_model(architecture), random_text(80, 16)
+    full = collect(model, text, include_head=True)
+    monkeypatch.setattr("bitwright.search.calibrate.GRADIENT_TOKENS", 500)  # 32 sequences of 16
+    found = collect(model, text, include_head=True)
+    assert found.num_scored == 32 * 15 and full.num_scored == 80 * 15
+    assert found.matrices.keys() == full.matrices.keys()
+    for name, statistics in found.matrices.items():
+        known = full.matrices[name]
+        assert torch.equal(statistics.inputs.x_TK, known.inputs.x_TK)
+        assert torch.equal(statistics.g_TN, known.g_TN[: len(statistics.g_TN)])
+        assert len(statistics.g_TN) == 32 * 16 or "experts" in name
+        assert 0 < len(statistics.g_TN) < len(known.g_TN)
+        assert int(statistics.inputs.unrounded_rows.max()) < len(statistics.g_TN)
+    for embedding in found.embeddings.values():
+        assert torch.equal(embedding.ids_T, text.input_ids[:32].reshape(-1))
+        assert len(embedding.g_TH) == len(embedding.ids_T)
+
+
+def test_padded_texts_have_all_gradients(make_tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bitwright.search.calibrate.GRADIENT_TOKENS", 16)
+    text = random_text(6, 16)
+    text.padding[5, 10:] = True
+    text.scored[5, 10:] = False
+    assert collect(make_tiny_model("llama"), text).num_scored == 5 * 15 + 9

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitwright.quantize.seen import Seen, product_dtype, windows
+from bitwright.quantize.seen import Seen
 
 #: The share of the regression's change that is made.
 SHRINKAGE = 0.6
@@ -37,7 +37,7 @@ def compensated(weight_NK: Tensor, seen: Seen, intended_TK: Tensor, lacking_TN: 
         intended_TK: the inputs that it was meant to read, token by token.
         lacking_TN: what the sum that its output is added to lacks, token by token; None: nothing.
     """
-    mixed_TK = _mixed(seen)
+    _, mixed_TK = seen.mixed()
     missing_TK = (intended_TK.float() - seen.x_TK.float()).to(mixed_TK.dtype)
     wanted_NK = weight_NK @ (missing_TK.T @ mixed_TK).float()
     if lacking_TN is not None:
@@ -45,16 +45,3 @@ def compensated(weight_NK: Tensor, seen: Seen, intended_TK: Tensor, lacking_TN: 
     if not bool(torch.isfinite(wanted_NK).all()):
         return weight_NK
     return weight_NK + SHRINKAGE * torch.linalg.solve(seen.weighted.matrix_KK, wanted_NK.T).T
-
-
-def _mixed(seen: Seen) -> Tensor:
-    """Each window's (G Gᵀ) X̃ in the unit of `seen.weighted`, [T, K]."""
-    num_tokens = seen.x_TK.shape[0]
-    if seen.g_TN is None:
-        return seen.x_TK.float() / max(1, num_tokens)
-    dtype = product_dtype()
-    g_WtN = windows(seen.g_TN.to(dtype), seen.window_tokens)
-    products_Wtt = torch.bmm(g_WtN, g_WtN.transpose(1, 2))
-    total = float(products_Wtt.diagonal(dim1=1, dim2=2).sum(dtype=torch.float32))
-    mixed_TK = torch.bmm(products_Wtt, windows(seen.x_TK.to(dtype), seen.window_tokens)).flatten(0, 1)
-    return mixed_TK[:num_tokens] / max(total, 1e-30)

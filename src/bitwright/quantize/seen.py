@@ -7,7 +7,8 @@ for independent, every row e of E does the damage eᵀ H e with one H of all row
 
 A weight's error is the same at every token, so the products of neighbouring tokens (off the diagonal of G_w G_wᵀ) count
 as they do in scoring (`search/score.py`); with windows of one token H is E[w x xᵀ], w_t = ‖g_t‖² / mean ‖g‖². Without
-gradients (at the output head) H = E[x xᵀ], which is also what plain GPTQ takes.
+gradients (at the output head) H = E[x xᵀ], which is also what plain GPTQ takes. Gradients may be known of the first
+tokens only: the others then count as these do on average, each for itself.
 
 Everything is formed when it is first asked for, and dropped with the object. Products are formed in bf16 where the
 processor has such instructions: x and g are kept in no more, and what a sum of thousands loses lies far below what the
@@ -42,15 +43,20 @@ class Seen:
 
     #: Floats [T, K], in the order of the text.
     x_TK: Tensor
-    #: Floats [T, N]: gradient of the text's log-likelihood at the outputs; None: tokens and outputs count alike.
+    #: Floats [at most T, N]: gradient of the text's log-likelihood at the outputs, of the first tokens; None: tokens
+    #: and outputs count alike.
     g_TN: Tensor | None = None
     #: Tokens whose errors are summed before squaring.
     window_tokens: int = WINDOW_TOKENS
 
     @cached_property
     def token_weights_T(self) -> Tensor | None:
-        """‖g_t‖², fp32 [T]; None where there are no gradients."""
-        return None if self.g_TN is None else torch.linalg.vecdot(self.g_TN, self.g_TN).float()
+        """‖g_t‖², and its mean where g is not known, fp32 [T]; None where there are no gradients."""
+        if self.g_TN is None:
+            return None
+        known_T = torch.linalg.vecdot(self.g_TN, self.g_TN).float()
+        others = self.x_TK.shape[0] - known_T.shape[0]
+        return torch.cat([known_T, known_T.mean().expand(others)]) if others else known_T
 
     @cached_property
     def moment(self) -> InputMoment:
@@ -66,16 +72,21 @@ class Seen:
     @cached_property
     def weighted(self) -> Curvature:
         """H as the module's opening has it."""
+        return self.plain if self.g_TN is None else Curvature.of(_symmetric_product(*self.mixed()))
+
+    def mixed(self) -> tuple[Tensor, Tensor]:
+        """X, and (G_w G_wᵀ) X_w of its windows over Σ_t ‖g_t‖², both [T, K] in `product_dtype`: Xᵀ times that is H."""
+        x_TK = self.x_TK.to(product_dtype())
         if self.g_TN is None:
-            return self.plain
-        dtype = product_dtype()
-        g_WtN = windows(self.g_TN.to(dtype), self.window_tokens)
-        x_WtK = windows(self.x_TK.to(dtype), self.window_tokens)
+            return x_TK, x_TK / max(1, x_TK.shape[0])
+        num_known, num_tokens = self.g_TN.shape[0], x_TK.shape[0]
+        g_WtN = windows(self.g_TN.to(x_TK.dtype), self.window_tokens)
         products_Wtt = torch.bmm(g_WtN, g_WtN.transpose(1, 2))
         total = float(products_Wtt.diagonal(dim1=1, dim2=2).sum(dtype=torch.float32))
-        mixed_WtK = torch.bmm(products_Wtt, x_WtK)
-        product_KK = _symmetric_product(x_WtK.flatten(0, 1), mixed_WtK.flatten(0, 1))
-        return Curvature.of(product_KK.div_(max(total, 1e-30)))
+        mean = max(total, 1e-30) / max(1, num_known)
+        known_TK = torch.bmm(products_Wtt, windows(x_TK[:num_known], self.window_tokens)).flatten(0, 1)[:num_known]
+        mixed_TK = known_TK.div_(mean * num_tokens)
+        return x_TK, torch.cat([mixed_TK, x_TK[num_known:] / num_tokens]) if num_known < num_tokens else mixed_TK
 
     def changed(self, fitted: Fitted) -> Seen:
         """The same tokens as the changed weight of a transform sees them."""

@@ -4,7 +4,7 @@ One forward and backward pass over the calibration text, with labels *sampled fr
 squared gradient is the true Fisher information, not the empirical one; Kunstner et al. 2019). Kept for every matrix:
 
     x   its inputs                      bf16 [T, K]     shared by matrices that read the same tensor (q, k and v)
-    g   the gradients at its outputs    bf16 [T, N]     of Σ_t log p(sampled token t)
+    g   the gradients at its outputs    bf16 [t, N]     of Σ_t log p(sampled token t), for the first t ≤ T tokens
     x of some tokens, unrounded         fp32 [R, K]     on which activations are rounded to try formats
 
 and for the head the inputs of some tokens. bf16's 8 bits are ample: an estimate averages thousands of products. All of
@@ -15,12 +15,16 @@ Gradients of parameters are never formed: the backward pass only carries gradien
 in bf16 where the processor does so natively (autocast, as for training): SmolLM2-135M in int4 comes out as good (KL
 0.069, and 0.070 in fp32) in two thirds of the time. Where observers look at single values, everything is fp32.
 
+Of long texts GRADIENT_TOKENS have gradients, the rest a forward pass alone: how good codes are is a matter of how many
+inputs they saw, and gradients only weigh them (with half of 8,192 tokens: KL 0.069 again).
+
 What the scalar is that the gradients are of is said by an `Output`; what else is collected on the way (attention's
 inner products, caches) by observers. Both are handed in.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +47,8 @@ from bitwright.search.token_rows import HeldRows, Rows, SpooledRows, append
 
 #: Tokens per forward and backward pass; their activations are what peak memory is made of.
 BATCH_TOKENS = 512
+#: Tokens whose gradients are taken, where predictions are of tokens.
+GRADIENT_TOKENS = 4096
 #: Texts up to which attention is run step by step.
 _EAGER_TOKENS = 1024
 #: Tokens whose inputs are kept unrounded, for trying activation formats on.
@@ -80,7 +86,8 @@ class MatrixStatistics:
     """Inputs of a matrix and the gradients at its outputs, token by token."""
 
     inputs: Inputs
-    #: bf16 [T, N]: gradient of the sampled text's log-likelihood (summed over tokens, nats) at the output.
+    #: bf16 [at most T, N]: gradient of the sampled text's log-likelihood (summed over tokens, nats) at the output, of
+    #: the first tokens.
     g_TN: Tensor
 
 
@@ -116,6 +123,7 @@ class _Recorder:
 
     generator: torch.Generator
     num_tokens: int
+    num_gradient_tokens: int
     head_matrices: frozenset[str]
     keep_ratio: float
     head_keep_ratio: float
@@ -145,7 +153,8 @@ class _Recorder:
     def handle(self, matrix: Matrix, x: Tensor, operation: Callable[[Tensor], Tensor]) -> Tensor:
         y = operation(x)
         if not x.is_floating_point():
-            self.ids.setdefault(matrix.name, []).append(x.detach().reshape(-1))
+            if torch.is_grad_enabled():
+                self.ids.setdefault(matrix.name, []).append(x.detach().reshape(-1))
         elif matrix.name in self.head_matrices:
             flat = self._real(x.detach().reshape(-1, x.shape[-1]))
             keep = self._sample(flat.shape[0], self.head_keep_ratio)
@@ -153,9 +162,11 @@ class _Recorder:
             return y
         else:
             self._record_input(matrix.name, x)
+        if not torch.is_grad_enabled():
+            return y
         if not y.requires_grad:
             y.requires_grad_(True)
-        gradients = self._rows_of(self.gradients, matrix.name, self.num_tokens, torch.bfloat16)
+        gradients = self._rows_of(self.gradients, matrix.name, self.num_gradient_tokens, torch.bfloat16)
         rows = gradients.reserve(y.numel() // y.shape[-1], y.shape[-1])
         self.batch_gradients.append((matrix.name, gradients, rows))
         y.register_hook(lambda g: gradients.write(rows, g.detach().reshape(-1, g.shape[-1])))
@@ -171,6 +182,8 @@ class _Recorder:
         flat = x.detach().reshape(-1, x.shape[-1])
         self.batch_inputs.append((name, flat))
         rows = append(self._rows_of(self.x, name, self.num_tokens, torch.bfloat16), flat)
+        if not torch.is_grad_enabled():
+            return
         keep = self._sample(flat.shape[0], self.keep_ratio)
         append(self._rows_of(self.unrounded, name, NUM_UNROUNDED_TOKENS, torch.float32), flat[keep])
         self.unrounded_rows.setdefault(name, []).append(keep + rows.start)
@@ -221,34 +234,47 @@ def calibrate(
     num_tokens = num_sequences * length
     generator = torch.Generator().manual_seed(seed)
     output = Tokens() if output is None else output
+    num_learning = _sequences_with_gradients(text, output, observers)
     recorder = _Recorder(
         generator=generator,
         num_tokens=num_tokens,
+        num_gradient_tokens=num_learning * length,
         head_matrices=frozenset(site.parameter for site in sites if site.role == "lm_head"),
-        keep_ratio=min(1.0, NUM_UNROUNDED_TOKENS / num_tokens),
+        keep_ratio=min(1.0, NUM_UNROUNDED_TOKENS / (num_learning * length)),
         head_keep_ratio=min(1.0, NUM_HEAD_TOKENS / num_tokens),
         spool=spool,
     )
     step = max(1, BATCH_TOKENS // length)
     num_scored = 0
-    with _watching(model, sites, recorder, observers, length), torch.enable_grad():
-        for start in range(0, num_sequences, step):
-            rows = slice(start, min(start + step, num_sequences))
+    starts = [*range(0, num_learning, step), *range(num_learning, num_sequences, step), num_sequences]
+    with _watching(model, sites, recorder, observers, length):
+        for start, stop in itertools.pairwise(starts):
+            rows = slice(start, stop)
             padding = text.padding[rows].reshape(-1)
             recorder.begin(~padding if bool(padding.any()) else None)
             for observer in observers:
                 observer.batch(rows, recorder.real_rows)
-            likelihood, num_predictions = output.log_likelihood(
-                model, text.input_ids[rows], text.scored[rows], generator
-            )
-            recorder.last_input = None
-            _raise_if_inputs_not_finite(likelihood.detach(), recorder, rows)
-            if likelihood.requires_grad:  # not where the head alone is asked about
-                likelihood.backward()
+            learning = start < num_learning
+            with torch.set_grad_enabled(learning):
+                likelihood, num_predictions = output.log_likelihood(
+                    model, text.input_ids[rows], text.scored[rows], generator
+                )
+                recorder.last_input = None
+                _raise_if_inputs_not_finite(likelihood.detach(), recorder, rows)
+                if likelihood.requires_grad:  # not where the head alone is asked about
+                    likelihood.backward()
             _raise_if_gradients_not_finite(recorder, rows)
-            num_scored += num_predictions
+            num_scored += num_predictions if learning else 0
             stage.advance(rows.stop - rows.start)
     return _assemble(recorder, num_scored, length if output.unit == "text" else WINDOW_TOKENS)
+
+
+def _sequences_with_gradients(text: TextSet, output: Output, observers: Sequence[Observer]) -> int:
+    """All where texts are padded (padding is told by its gradient), are what is predicted, or are looked at within."""
+    num_sequences, length = text.input_ids.shape
+    if observers or output.unit == "text" or bool(text.padding.any()):
+        return num_sequences
+    return min(num_sequences, -(-GRADIENT_TOKENS // length))
 
 
 @contextmanager

@@ -6,10 +6,13 @@ the calibration text and scored on both halves:
 
     ρ = score on the other half / score on its own half          geometric mean over the sites of a role
 
-With n tokens and p adjustable numbers the two scores of a least-squares fit are σ²(1 − p/n) and σ²(1 + p/n). Half the
-text has 2p/n, so ρ gives p/n; and a score on all of the text, found with all of it, is too low by
+With n tokens and p adjustable numbers the two scores of a least-squares fit are σ²(1 − p/n) and σ²(1 + p/n). The half
+has h of the n tokens that codes are found with, so ρ gives p/h; and a score on text that codes were found with, all of
+it, is too low by
 
-    optimism = (1 + a) / (1 − a),        a = p/n = ½ (ρ − 1) / (ρ + 1)
+    optimism = (1 + a) / (1 − a),        a = p/n = (h/n) (ρ − 1) / (ρ + 1)
+
+(h/n is a half, and less where gradients, which scores need, were taken for a part of the text.)
 
 That factor multiplies the scores of the role. Finding and scoring all codes on two halves would say the same of every
 single site, for twice the time.
@@ -27,7 +30,7 @@ from bitwright.models.linear_calls import matrices_of
 from bitwright.models.sites import Site, site_weight
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS
 from bitwright.quantize.seen import Seen
-from bitwright.search.calibrate import Statistics
+from bitwright.search.calibrate import MatrixStatistics, Statistics
 from bitwright.search.candidate import Candidate
 from bitwright.search.quantizer import Quantizer
 from bitwright.search.score import seen_at, weight_kls
@@ -46,19 +49,27 @@ def measure_optimism(
 ) -> Optimism:
     """The factor of every role and every candidate whose codes depend on data."""
     tried = [c for c in candidates if ROUNDINGS[c.rounding].needs_data]
-    logs: dict[tuple[str, Candidate], list[float]] = defaultdict(list)
+    found: dict[tuple[str, Candidate], list[tuple[float, float]]] = defaultdict(list)
     for site, matrix_name in _sample(sites, statistics) if tried else ():
         weight_NK = site_weight(model, site).contiguous()
         possible = [c for c in tried if TRANSFORMS[c.transform].why_not(SCHEMES[c.scheme], site.shape) is None]
+        matrix = statistics.matrices[matrix_name]
+        share = _half(matrix, statistics) / matrix.inputs.x_TK.shape[0]
         for candidate, ratio in _ratios(site, matrix_name, weight_NK, statistics, possible).items():
-            logs[site.role, candidate].append(math.log(ratio))
-    return {key: optimism_of(math.exp(sum(found) / len(found))) for key, found in logs.items()}
+            found[site.role, candidate].append((math.log(ratio), share))
+    means = {key: [sum(part) / len(pairs) for part in zip(*pairs, strict=True)] for key, pairs in found.items()}
+    return {key: optimism_of(math.exp(log), share) for key, (log, share) in means.items()}
 
 
-def optimism_of(ratio: float) -> float:
-    """(1 + a) / (1 − a) of a ratio ρ between the two halves; 1 where codes did no worse on the other half."""
-    a = max(0.0, 0.5 * (ratio - 1) / (ratio + 1))
+def optimism_of(ratio: float, share: float = 0.5) -> float:
+    """(1 + a) / (1 − a) of a ratio ρ between two halves of some `share` of the tokens; 1 where ρ is no more than 1."""
+    a = max(0.0, share * (ratio - 1) / (ratio + 1))
     return (1 + a) / (1 - a)
+
+
+def _half(matrix: MatrixStatistics, statistics: Statistics) -> int:
+    """Half of the tokens that have gradients, in whole windows."""
+    return matrix.g_TN.shape[0] // (2 * statistics.window_tokens) * statistics.window_tokens
 
 
 def _sample(sites: Sequence[Site], statistics: Statistics) -> list[tuple[Site, str]]:
@@ -79,8 +90,7 @@ def _sample(sites: Sequence[Site], statistics: Statistics) -> list[tuple[Site, s
 def _ratios(
     site: Site, matrix_name: str, weight_NK: Tensor, statistics: Statistics, candidates: Sequence[Candidate]
 ) -> dict[Candidate, float]:
-    num_tokens = statistics.matrices[matrix_name].g_TN.shape[0]
-    middle = num_tokens // (2 * statistics.window_tokens) * statistics.window_tokens
+    middle = _half(statistics.matrices[matrix_name], statistics)
     own = seen_at(site, matrix_name, statistics, slice(0, middle))
     other = seen_at(site, matrix_name, statistics, slice(middle, 2 * middle))
     assert own is not None and other is not None

@@ -205,7 +205,8 @@ def _window_kls(seen: Seen, errors: Sequence[Tensor], num_scored: int) -> list[f
     assert seen.g_TN is not None
     dtype = product_dtype()
     num_outputs, num_inputs = errors[0].shape
-    g_WtN, x_WtK = (_some(windows(values, seen.window_tokens)).to(dtype) for values in (seen.g_TN, seen.x_TK))
+    x_TK = seen.x_TK[: seen.g_TN.shape[0]]
+    g_WtN, x_WtK = (_some(windows(values, seen.window_tokens)).to(dtype) for values in (seen.g_TN, x_TK))
     num_windows = g_WtN.shape[0]
     sums_WC = torch.zeros(num_windows, -(-len(errors) // _ERROR_BATCH) * _ERROR_BATCH)
     block = max(1, _BLOCK_NUMBERS // (min(num_windows, _BLOCK_WINDOWS) * num_inputs))
