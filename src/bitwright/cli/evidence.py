@@ -8,7 +8,6 @@ from rich.text import Text
 from bitwright.cli.table import new_table, print_table
 from bitwright.plan import Plan
 from bitwright.report.comparison_words import spell_signed
-from bitwright.report.pareto_figure import memory_of
 from bitwright.report.units import spell_bytes, spell_number, spell_percent, spell_seconds, spell_share
 
 
@@ -35,7 +34,7 @@ def _print_front(console: Console, plan: Plan) -> None:
         table.add_row(
             Text(f"{number} this plan" if point.chosen else str(number), style="bold" if point.chosen else ""),
             f"{point.effective_bits:.2f}",
-            spell_bytes(memory_of(point)),
+            spell_bytes(point.memory_bytes),
             spell_number(point.kl.mean),
             spell_seconds(point.decode_s_per_token),
             spell_seconds(point.prefill_s),

@@ -70,6 +70,11 @@ class ParetoPoint(Record):
     #: True for the point this plan is.
     chosen: bool = False
 
+    @property
+    def memory_bytes(self) -> int:
+        """What has to fit on the device where a context is given, else the weights."""
+        return self.weight_bytes if self.device_bytes is None else self.device_bytes
+
 
 class UniformComparison(Record):
     """The plan against one scheme everywhere, on the same sequences of the repair text (paired bootstrap)."""

@@ -37,7 +37,7 @@ def compensated(weight_NK: Tensor, seen: Seen, intended_TK: Tensor, lacking_TN: 
         intended_TK: the inputs that it was meant to read, token by token.
         lacking_TN: what the sum that its output is added to lacks, token by token; None: nothing.
     """
-    _, mixed_TK = seen.mixed()
+    _, mixed_TK = seen.mixed
     missing_TK = (intended_TK.float() - seen.x_TK.float()).to(mixed_TK.dtype)
     wanted_NK = weight_NK @ (missing_TK.T @ mixed_TK).float()
     if lacking_TN is not None:

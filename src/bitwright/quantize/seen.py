@@ -72,8 +72,9 @@ class Seen:
     @cached_property
     def weighted(self) -> Curvature:
         """H as the module's opening has it."""
-        return self.plain if self.g_TN is None else Curvature.of(_symmetric_product(*self.mixed()))
+        return self.plain if self.g_TN is None else Curvature.of(_symmetric_product(*self.mixed))
 
+    @cached_property
     def mixed(self) -> tuple[Tensor, Tensor]:
         """X, and (G_w G_wᵀ) X_w of its windows over Σ_t ‖g_t‖², both [T, K] in `product_dtype`: Xᵀ times that is H."""
         x_TK = self.x_TK.to(product_dtype())

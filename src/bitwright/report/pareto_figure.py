@@ -27,7 +27,7 @@ def draw_pareto(plan: Plan) -> str | None:
     plt = load_pyplot()
     with plt.rc_context(plot_style("pareto")):
         figure, panels = plt.subplots(1, 2, figsize=(11.6, 4.4), layout="constrained", sharey=True)
-        memory = [float(memory_of(point)) for point in points]
+        memory = [float(point.memory_bytes) for point in points]
         times = [point.decode_s_per_token for point in points]
         for axes, title, values, units in (
             (panels[0], "memory", memory, _BYTES),
@@ -45,11 +45,6 @@ def draw_pareto(plan: Plan) -> str | None:
         panels[0].margins(x=0.07)
         panels[1].margins(x=0.07)
         return svg_element(plt, figure, "pareto")
-
-
-def memory_of(point: ParetoPoint) -> int:
-    """What has to fit on the device where a context is given, else the weights."""
-    return point.weight_bytes if point.device_bytes is None else point.device_bytes
 
 
 def overflow_colour(overflows: float) -> str:

@@ -22,7 +22,7 @@ from bitwright.report.layer_map import build_layer_map
 from bitwright.report.limit_words import say_bound, say_limits
 from bitwright.report.page import load_templates
 from bitwright.report.palette import ink_on, scheme_colours
-from bitwright.report.pareto_figure import draw_pareto, memory_of
+from bitwright.report.pareto_figure import draw_pareto
 from bitwright.report.whole_file import write_file
 
 
@@ -77,7 +77,7 @@ def _context(plan: Plan) -> dict[str, Any]:
         "frontier_plot": draw_frontier(plan),
         "error_plot": draw_site_errors(plan, colours),
         "pareto_plot": draw_pareto(plan),
-        "pareto": [{"point": point, "memory": memory_of(point)} for point in plan.pareto],
+        "pareto": [{"point": point, "memory": point.memory_bytes} for point in plan.pareto],
         "binding": say_limits(plan),
         "uniform": [
             {"found": found, "sentence": say_uniform(plan.summary.weight_bytes, found)} for found in plan.uniform

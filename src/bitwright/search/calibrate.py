@@ -158,7 +158,7 @@ class _Recorder:
         elif matrix.name in self.head_matrices:
             flat = self._real(x.detach().reshape(-1, x.shape[-1]))
             keep = self._sample(flat.shape[0], self.head_keep_ratio)
-            self.head_inputs.setdefault(matrix.name, []).append(flat[keep].float().clone())
+            self.head_inputs.setdefault(matrix.name, []).append(flat[keep].float())
             return y
         else:
             self._record_input(matrix.name, x)

@@ -152,8 +152,8 @@ def _weight_choice(site: Site, mended: Mended, settings: Settings, subject: Subj
 
 def _first_reason(site: Site, settings: Settings) -> str | None:
     """Why the first scheme is ruled out at a site; None where it is not."""
-    device = settings.device if settings.device_rules else None
-    return why_not(site, SCHEMES[settings.candidates[0].scheme], device=device, engine=settings.engine)
+    first = SCHEMES[settings.candidates[0].scheme]
+    return why_not(site, first, device=settings.ruling_device, engine=settings.engine)
 
 
 def _value_choice(site: ValueSite, mended: Mended, settings: Settings) -> SiteChoice:

@@ -179,8 +179,14 @@ def _measured_front(points: Sequence[ParetoPoint]) -> tuple[ParetoPoint, ...]:
     """Drop what is beaten in everything, now that quality and stability are measured; the plan, the first, stays."""
 
     def figures(point: ParetoPoint) -> tuple[float, ...]:
-        memory = point.weight_bytes if point.device_bytes is None else point.device_bytes
-        return point.kl.mean, memory, point.decode_s_per_token, point.prefill_s, point.overflows, point.fallback_rate
+        return (
+            point.kl.mean,
+            point.memory_bytes,
+            point.decode_s_per_token,
+            point.prefill_s,
+            point.overflows,
+            point.fallback_rate,
+        )
 
     own, *others = points
     own = own.model_copy(update={"chosen": True})

@@ -59,7 +59,8 @@ def refine(plan: Plan, subject: Subject, repair: Reference, folder: Path, progre
     sites = _refinable(plan, subject.sites)
     if not sites:
         return plan.replace(notes=(*plan.notes, "no site has codes that could be refined"))
-    flowed = _flow(plan, subject, sites, folder, progress)
+    text = _text_of(subject)
+    flowed = _flow(plan, subject, sites, text, folder, progress)
     if not flowed:
         return plan.replace(notes=(*plan.notes, "no site has codes that could be refined"))
     plans = {"as chosen": plan, "errors made up for by later layers": _with_codes(plan, flowed)}
@@ -69,8 +70,8 @@ def refine(plan: Plan, subject: Subject, repair: Reference, folder: Path, progre
     best = min(kls, key=lambda name: kls[name])
     words = ", ".join(f"{name} {kl:.4g}" for name, kl in kls.items())
     kept = f"codes of {len(flowed)} sites were refined" if best != "as chosen" else "refined codes were no better"
-    tokens = _text_of(subject).num_tokens
-    note = f"{kept} with {tokens:,} tokens: on {_count(repair)} sequences of the repair text the KL is {words}"
+    read = f"{text.num_tokens:,} tokens"
+    note = f"{kept} with {read}: on {_count(repair)} sequences of the repair text the KL is {words}"
     ratio = kls[best] / kls["as chosen"] if kls["as chosen"] > 0 else 1.0
     summary = plan.summary.model_copy(update={"predicted_kl": plan.summary.predicted_kl * ratio})
     return plans[best].replace(notes=(*plan.notes, note), summary=summary)
@@ -120,8 +121,10 @@ def _existing(folder: Path) -> Path:
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
-def _flow(plan: Plan, subject: Subject, sites: list[Site], folder: Path, progress: Progress) -> dict[str, QTensor]:
-    model, text = subject.loaded.model, _text_of(subject)
+def _flow(
+    plan: Plan, subject: Subject, sites: list[Site], text: TextSet, folder: Path, progress: Progress
+) -> dict[str, QTensor]:
+    model = subject.loaded.model
     decoder = [site for site in subject.sites if site.role not in END_ROLES]
     names = {site.name for site in sites}
     schemes = {c.name: w for c in plan.sites if c.name in names and (w := SCHEMES[c.scheme].weights) is not None}

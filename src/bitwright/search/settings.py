@@ -63,6 +63,11 @@ class Settings:
     sequence_length: int
     seed: int
 
+    @property
+    def ruling_device(self) -> Device | None:
+        """The device, where its rules count."""
+        return self.device if self.device_rules else None
+
 
 def default_schemes(budget: Budget | None = None, device: Device | None = None) -> tuple[str, ...]:
     """What is chosen from unless told otherwise: the schemes that are marked so.

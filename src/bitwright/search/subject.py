@@ -86,7 +86,7 @@ def open_subject(
         value_sites,
         settings.candidates,
         settings.value_schemes,
-        device=settings.device if settings.device_rules else None,
+        device=settings.ruling_device,
         engine=settings.engine,
         sequence_length=settings.sequence_length,
     )
