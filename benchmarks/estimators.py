@@ -21,14 +21,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import time
-from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from machine import machine, now
 
 RESULT = Path(__file__).parent / "results" / "estimators.json"
 _SEQUENCE_LENGTH, _NUM_CALIBRATION, _NUM_MEASURED = 128, 32, 8
@@ -106,12 +105,7 @@ def open_model() -> tuple[Any, Any, Any, Any]:
         seed=0,
         vocabulary_size=vocabulary_size(loaded),
     )
-    final = splits.final
-    few = slice(0, _NUM_MEASURED)
-    measured = replace(
-        final, input_ids=final.input_ids[few], scored=final.scored[few], padding=final.padding[few], hash="some"
-    )
-    return loaded, sites, splits.calibrate, measured
+    return loaded, sites, splits.calibrate, splits.final.first(_NUM_MEASURED)
 
 
 def measure() -> dict[str, Any]:
@@ -192,8 +186,8 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     begin = time.perf_counter()
     content = measure()
-    machine = {"python": platform.python_version(), **{name: version(name) for name in ("bitwright", "torch", "numba")}}
-    content = {"machine": machine, "seconds": round(time.perf_counter() - begin), **content}
+    about = {"machine": machine(["torch", "numba"]), "date": now(), "seconds": round(time.perf_counter() - begin)}
+    content = {**about, **content}
     RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     for name, found in content["estimators"].items():
         print(f"{name:26} {found['correlation_of_logarithms']:.3f} {found['spread_of_log_ratio']:.2f}")

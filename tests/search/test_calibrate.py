@@ -343,6 +343,30 @@ def test_of_a_long_text_the_beginning_has_gradients(
         assert len(embedding.g_TH) == len(embedding.ids_T)
 
 
+def test_the_rest_of_a_long_text_needs_no_predictions(
+    make_tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head is asked for every token of the beginning, and for one of each sequence after it."""
+    model, asked = make_tiny_model("llama"), []
+    model.lm_head.register_forward_hook(lambda _, inputs, __: asked.append(inputs[0].shape[:2].numel()))
+    monkeypatch.setattr("bitwright.search.calibrate.GRADIENT_TOKENS", 500)
+    found = collect(model, random_text(80, 16), include_head=True)
+    assert asked == [512, 32, 16]
+    assert all(len(x_RH) == 512 for x_RH in found.heads.values())
+
+
+def test_the_rest_of_a_long_text_is_checked_as_the_beginning_is(
+    make_tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token that is not the last of its sequence reaches no prediction that is made, and is found all the same."""
+    monkeypatch.setattr("bitwright.search.calibrate.GRADIENT_TOKENS", 500)
+    model, text = make_tiny_model("llama"), random_text(80, 16, vocabulary=200)
+    text.input_ids[70, 3] = 250
+    model.model.embed_tokens.weight[250] = torch.inf
+    with pytest.raises(ModelError, match=r"input of model\.layers\.0\.self_attn\.q_proj\.weight .* 64 to 79"):
+        collect(model, text)
+
+
 def test_padded_texts_have_all_gradients(make_tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bitwright.search.calibrate.GRADIENT_TOKENS", 16)
     text = random_text(6, 16)

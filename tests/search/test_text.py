@@ -96,6 +96,12 @@ class TestSplits:
         assert torch.equal(small.calibrate.input_ids, large.calibrate.input_ids)
         assert not documents_of(tokenizer, small.calibrate) & documents_of(tokenizer, large.final)
 
+    def test_the_first_sequences_are_those_of_a_smaller_set(self, tmp_path: Path) -> None:
+        path = write_documents(tmp_path / "a.jsonl")
+        small, large = (split(byte_tokenizer(), path, calibration_tokens=n * LENGTH).calibrate for n in (6, 12))
+        assert large.first(6).hash == small.hash and large.first(6).num_tokens == small.num_tokens
+        assert large.first(99).hash == large.hash
+
     @pytest.mark.parametrize("wanted", [12, 10_000])
     def test_further_text_comes_from_the_documents_that_calibrate(self, tmp_path: Path, wanted: int) -> None:
         """The other splits stay as they are; of more than there is, all that is left is taken."""

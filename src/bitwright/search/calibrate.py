@@ -15,8 +15,8 @@ Gradients of parameters are never formed: the backward pass only carries gradien
 in bf16 where the processor does so natively (autocast, as for training): SmolLM2-135M in int4 comes out as good (KL
 0.069, and 0.070 in fp32) in two thirds of the time. Where observers look at single values, everything is fp32.
 
-Of long texts GRADIENT_TOKENS have gradients, the rest a forward pass alone: how good codes are is a matter of how many
-inputs they saw, and gradients only weigh them (with half of 8,192 tokens: KL 0.069 again).
+Of long texts GRADIENT_TOKENS have gradients, the rest a forward pass up to the head: how good codes are is a matter of
+how many inputs they saw, and gradients only weigh them (with half of 8,192 tokens: KL 0.069 again).
 
 What the scalar is that the gradients are of is said by an `Output`; what else is collected on the way (attention's
 inner products, caches) by observers. Both are handed in.
@@ -24,6 +24,7 @@ inner products, caches) by observers. Both are handed in.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -156,9 +157,10 @@ class _Recorder:
             if torch.is_grad_enabled():
                 self.ids.setdefault(matrix.name, []).append(x.detach().reshape(-1))
         elif matrix.name in self.head_matrices:
-            flat = self._real(x.detach().reshape(-1, x.shape[-1]))
-            keep = self._sample(flat.shape[0], self.head_keep_ratio)
-            self.head_inputs.setdefault(matrix.name, []).append(flat[keep].float())
+            if torch.is_grad_enabled():
+                flat = self._real(x.detach().reshape(-1, x.shape[-1]))
+                keep = self._sample(flat.shape[0], self.head_keep_ratio)
+                self.head_inputs.setdefault(matrix.name, []).append(flat[keep].float())
             return y
         else:
             self._record_input(matrix.name, x)
@@ -241,7 +243,7 @@ def calibrate(
         num_gradient_tokens=num_learning * length,
         head_matrices=frozenset(site.parameter for site in sites if site.role == "lm_head"),
         keep_ratio=min(1.0, NUM_UNROUNDED_TOKENS / (num_learning * length)),
-        head_keep_ratio=min(1.0, NUM_HEAD_TOKENS / num_tokens),
+        head_keep_ratio=min(1.0, NUM_HEAD_TOKENS / (num_learning * length)),
         spool=spool,
     )
     step = max(1, BATCH_TOKENS // length)
@@ -254,17 +256,22 @@ def calibrate(
             recorder.begin(~padding if bool(padding.any()) else None)
             for observer in observers:
                 observer.batch(rows, recorder.real_rows)
-            learning = start < num_learning
-            with torch.set_grad_enabled(learning):
+            if start < num_learning:
                 likelihood, num_predictions = output.log_likelihood(
                     model, text.input_ids[rows], text.scored[rows], generator
                 )
-                recorder.last_input = None
-                _raise_if_inputs_not_finite(likelihood.detach(), recorder, rows)
+                if not _is_finite(likelihood.detach()):
+                    raise _inputs_not_finite(recorder, rows)
                 if likelihood.requires_grad:  # not where the head alone is asked about
                     likelihood.backward()
-            _raise_if_gradients_not_finite(recorder, rows)
-            num_scored += num_predictions if learning else 0
+                _raise_if_gradients_not_finite(recorder, rows)
+                num_scored += num_predictions
+            else:
+                with torch.no_grad():
+                    _run_body(model, text.input_ids[rows])
+                if not all(_is_finite(part) for _, part in recorder.batch_inputs):
+                    raise _inputs_not_finite(recorder, rows)
+            recorder.last_input = None
             stage.advance(rows.stop - rows.start)
     return _assemble(recorder, num_scored, length if output.unit == "text" else WINDOW_TOKENS)
 
@@ -292,11 +299,15 @@ def _watching(
         yield
 
 
-def _raise_if_inputs_not_finite(likelihood: Tensor, recorder: _Recorder, rows: slice) -> None:
-    if bool(torch.isfinite(likelihood)):
-        return
+def _run_body(model: nn.Module, ids: Tensor) -> None:
+    """For what happens within: transformers' models are asked for the predictions of the last tokens alone."""
+    last_alone = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    model(input_ids=ids, use_cache=False, **last_alone)
+
+
+def _inputs_not_finite(recorder: _Recorder, rows: slice) -> ModelError:
     first = next((name for name, part in recorder.batch_inputs if not _is_finite(part)), "the output head")
-    raise ModelError(
+    return ModelError(
         f"the input of {first} is not finite in the calibration batch of sequences {rows.start} to {rows.stop - 1}; "
         "the model overflows on this text: check the checkpoint, or calibrate on other text"
     )

@@ -41,6 +41,7 @@ def study_robustness(
 ) -> Robustness:
     """Search again on other text and with another seed, and measure the plan on longer texts."""
     others, contexts, notes = [], [], []
+    settings = replace(settings, effort="default")  # nothing here is refined, nor asks for the text of it
     seed = replace(settings, seed=settings.seed + 1)
     others.append(_search_again(f"seed {seed.seed}", subject, seed, mended, meter, progress))
     name = _another_set(settings)
@@ -108,14 +109,8 @@ def _measure_at(
     """The plan on texts of another length, of the same documents that mending looks at."""
     longer = replace(settings, sequence_length=length, evaluation_tokens=64 * length, tokens=length)
     text = cut_text(subject.loaded, longer, folder=None, progress=progress).repair
-    count = min(text.num_sequences, max(MIN_LONG_SEQUENCES, LONG_TOKENS // length))
-    text = replace(
-        text,
-        input_ids=text.input_ids[:count],
-        scored=text.scored[:count],
-        padding=text.padding[:count],
-        hash=f"{text.hash} {count}",
-    )
+    text = text.first(max(MIN_LONG_SEQUENCES, LONG_TOKENS // length))
+    count = text.num_sequences
     with progress.stage(f"reference at {length} tokens", count) as stage:
         reference = subject.output.run_reference(subject.loaded.model, text, stage, spool=subject.spool)
     with progress.stage(f"measure at {length} tokens", count) as stage:

@@ -59,6 +59,17 @@ class TextSet:
         """How many tokens are scored."""
         return int(self.scored.sum())
 
+    def first(self, num_sequences: int) -> TextSet:
+        """The first sequences of this set; all where it has no more."""
+        some = slice(num_sequences)
+        return _text_set(
+            self.input_ids[some],
+            self.scored[some],
+            self.padding[some],
+            source=self.source,
+            description=self.description,
+        )
+
     def joined(self, other: TextSet) -> TextSet:
         """The sequences of this set, then those of another from the same source."""
         return _text_set(
