@@ -1,6 +1,14 @@
 """Run a model under a plan."""
 
-from bitwright.inference.apply import Chosen, emulate_plan, input_tensors_of, rule_of, site_rules, tensors_of
+from bitwright.inference.apply import (
+    Chosen,
+    codes_of,
+    emulate_plan,
+    input_tensors_of,
+    rule_of,
+    site_rules,
+    tensors_of,
+)
 from bitwright.inference.counters import Counters, Overflows
 from bitwright.inference.emulate import SiteRule, emulate
 from bitwright.inference.graph import apply_to_program
@@ -15,6 +23,7 @@ __all__ = [
     "ValueRule",
     "apply",
     "apply_to_program",
+    "codes_of",
     "emulate",
     "emulate_plan",
     "emulate_values",

@@ -128,8 +128,9 @@ def rule_of(choice: Chosen, tensors: Mapping[str, np.ndarray]) -> SiteRule | Non
     scheme = SCHEMES[choice.scheme]
     if scheme.weights is None:
         return None
+    codes = codes_of(choice, tensors)
     return SiteRule(
-        quantize_weight=_quantizer(choice, scheme.weights, tensors, transform),
+        quantize_weight=lambda weight_NK: codes(weight_NK).dequantize(),
         activations=scheme.activations,
         transform=transform,
         input_scale=_stored_input_scale(tensors, choice) if scheme.static_activations else None,
@@ -229,19 +230,29 @@ def _packed_codes(tensors: Mapping[str, np.ndarray], choice: Chosen, scheme: Ten
     return _stored(tensors, choice, "codes", (rows, row_bytes), needed_by)
 
 
-def _quantizer(
-    choice: Chosen, scheme: TensorScheme, tensors: Mapping[str, np.ndarray], transform: Fitted
-) -> Callable[[Tensor], Tensor]:
-    stored = _stored_scales(tensors, choice, scheme)
-    _packed_codes(tensors, choice, scheme)  # what is missing is told before anything runs
+def codes_of(choice: Chosen, tensors: Mapping[str, np.ndarray]) -> Callable[[Tensor], QTensor]:
+    """What turns a site's loaded weight, fp32 [N, K], into the codes and scales that the choice stands for.
 
-    def values(weight_NK: Tensor) -> Tensor:
+    They are the codes that the plan holds, else the nearest ones under the scales that it holds, else those that follow
+    from the weight alone; of the changed weight, where there is a transform.
+
+    Raises:
+        PlanError: the tensors lack something, or have it in another shape; told here, before anything runs.
+        UnknownName: this version has no such scheme, rounding or transform.
+    """
+    scheme = SCHEMES[choice.scheme].weights
+    assert scheme is not None, f"{choice.name} stays as it was loaded"
+    transform = _stored_transform(tensors, choice)
+    stored = _stored_scales(tensors, choice, scheme)
+    _packed_codes(tensors, choice, scheme)
+
+    def found(weight_NK: Tensor) -> QTensor:
         # unpacked on every call: values of all codes at once are as large as the model
         codes_NK = _stored_codes(tensors, choice, scheme)
         if codes_NK is None:
-            return quantize(transform.weight(weight_NK), scheme, scales=stored).dequantize()
+            return quantize(transform.weight(weight_NK), scheme, scales=stored)
         assert stored is not None
-        q = QTensor(
+        return QTensor(
             scheme=scheme,
             codes_NK=codes_NK,
             scales_NG=stored.scale.squeeze(-1),
@@ -249,6 +260,5 @@ def _quantizer(
             tensor_scale=stored.tensor_scale,
             follows_from_scales=False,
         )
-        return q.dequantize()
 
-    return values
+    return found
