@@ -14,11 +14,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import secrets
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +28,7 @@ from bitwright.plan.canonical import canonical_json, hash_json, hash_tensors
 from bitwright.plan.old_schemas import upgrade_content
 from bitwright.plan.plan import SCHEMA_VERSION, Plan
 from bitwright.plan.schema import Run
+from bitwright.plan.whole_folder import assembled_folder, write_and_sync
 
 PLAN_FILE = "plan.json"
 TENSORS_FILE = "tensors.safetensors"
@@ -103,81 +100,15 @@ def write_plan(plan: Plan, folder: str | os.PathLike[str], *, extra_files: Mappi
     }
     num_bytes = sum(map(len, files.values()))
     try:
-        with _created_parents(target.parent), _temporary_sibling(target) as assembled:
+        with assembled_folder(target) as assembled:
             for name, content in files.items():
-                _write_file(assembled / name, content)
-            _sync_folder(assembled)
-            _move_into_place(assembled, target)
+                write_and_sync(assembled / name, content)
     except OSError as error:
         raise PlanError(
             f"could not write the plan to '{target}' ({num_bytes:,} bytes): {error.strerror or error}; nothing was "
             f"written: {'free some space' if error.errno == errno.ENOSPC else 'see to that'} or choose another --out"
         ) from error
     return target
-
-
-@contextmanager
-def _created_parents(parent: Path) -> Iterator[None]:
-    """Make the missing ancestors of the target; remove them again where the body fails."""
-    missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
-    parent.mkdir(parents=True, exist_ok=True)
-    done = False
-    try:
-        yield
-        done = True
-    finally:
-        if not done:
-            for folder in missing:
-                if not any(folder.iterdir()):
-                    folder.rmdir()
-
-
-@contextmanager
-def _temporary_sibling(target: Path) -> Iterator[Path]:
-    """Give a new folder beside ``target``; whatever is left of it at the end is removed."""
-    temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
-    temporary.mkdir()
-    try:
-        yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the folder's entries; not every platform can open a folder, and there the rename has to do."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _move_into_place(assembled: Path, target: Path) -> None:
-    """Rename ``assembled`` to ``target``; an older folder there is set aside first and put back where that fails."""
-    if not target.exists():
-        os.rename(assembled, target)
-        _sync_folder(target.parent)
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
-    moved = False
-    try:
-        os.rename(target, aside / target.name)
-        os.rename(assembled, target)
-        moved = True
-        _sync_folder(target.parent)
-    finally:
-        if not moved and not target.exists():
-            os.rename(aside / target.name, target)
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
