@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
 import random
 import statistics
 import subprocess
@@ -24,34 +22,19 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from machine import load_average, machine, now
+
 RESULTS = Path(__file__).parent / "results"
-
-
-def machine() -> dict[str, Any]:
-    """Processor, cores, memory and versions."""
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        "",
-    )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    packages = {name: version(name) for name in ("bitwright", "torch", "numpy", "transformers", "highspy")}
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "memory_gib": round(memory / 2**30, 1),
-        "python": platform.python_version(),
-        **packages,
-    }
+_PACKAGES = ("torch", "numpy", "transformers", "highspy")
 
 
 def write(part: str, content: dict[str, Any]) -> None:
     """Write one result file and print it."""
     RESULTS.mkdir(exist_ok=True)
-    text = json.dumps({"machine": machine(), **content}, indent=1) + "\n"
+    text = json.dumps({"machine": machine(_PACKAGES), "date": now(), **content}, indent=1) + "\n"
     (RESULTS / f"optimize-{part}.json").write_text(text, encoding="utf-8")
     print(text)
 
@@ -84,29 +67,46 @@ def timed(cache: str, budget: dict[str, float], schemes: list[str] | None) -> di
     return {"wall_s": time.perf_counter() - begin, **json.loads(run.stdout.splitlines()[-1])}
 
 
-def measure_time() -> None:
-    """A whole search with every default scheme, a second budget, and the price of one further scheme."""
-    from bitwright.search.optimize import default_schemes
+#: What one further scheme is added to, and a scheme of each kind: rounded to nearest alone, and with error feedback too.
+_FEW_SCHEMES = ("int4_g128", "int4_g64", "int8_w", "bf16")
+_FURTHER = {"round_to_nearest": "fp8_w", "error_feedback": "int3_g64"}
 
-    base = ["int4_g128", "int4_g64", "int8_w", "fp8_w", "bf16"]
-    with tempfile.TemporaryDirectory() as everything, tempfile.TemporaryDirectory() as some:
-        whole = timed(everything, {"max_kl": 0.05}, None)
-        second = timed(everything, {"effective_bits": 4.8}, None)
-        without = timed(some, {"effective_bits": 4.8}, base)
-    with tempfile.TemporaryDirectory() as some:
-        with_one_more = timed(some, {"effective_bits": 4.8}, [*base, "fp6_w"])
+
+def measure_time() -> None:
+    """A whole search with every default scheme, a second budget, and the price of one further scheme of each kind."""
+    from bitwright.search.settings import default_schemes
+
+    load = load_average()
+    with tempfile.TemporaryDirectory() as cache:
+        whole = timed(cache, {"effective_bits": 4.8}, None)
+        second = timed(cache, {"effective_bits": 5.2}, None)
+    few = _timed_alone(list(_FEW_SCHEMES))
+    further = {kind: _timed_alone([*_FEW_SCHEMES, scheme]) for kind, scheme in _FURTHER.items()}
+    again = _timed_alone(list(_FEW_SCHEMES))
+    base_s = (few["wall_s"] + again["wall_s"]) / 2
     write(
         "time",
         {
-            "what": "demo-dithered, 4096 calibration tokens, 64 x 128 repair and 64 x 128 final tokens",
+            "what": "demo-dithered, 4096 calibration tokens, 64 x 128 repair and 64 x 128 final tokens; a second budget "
+            "from the cache of the first; one further scheme beside the mean of two searches without it",
+            "load_average_before": load,
             "default_schemes": default_schemes(),
             "whole_search": whole,
             "second_budget": second,
-            "five_schemes": without,
-            "five_schemes_and_fp6_w": with_one_more,
-            "one_more_scheme_ratio": with_one_more["wall_s"] / without["wall_s"],
+            "few_schemes": few,
+            "few_schemes_again": again,
+            "further_scheme": {
+                kind: {"scheme": _FURTHER[kind], "ratio": run["wall_s"] / base_s, **run}
+                for kind, run in further.items()
+            },
         },
     )
+
+
+def _timed_alone(schemes: list[str]) -> dict[str, Any]:
+    """A search in a fresh cache."""
+    with tempfile.TemporaryDirectory() as cache:
+        return timed(cache, {"effective_bits": 4.8}, schemes)
 
 
 # --- predictions -----------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def measure_predictions() -> None:
     """Single changes of all roles under three schemes, and every point of two fronts, on the final text."""
     import numpy as np
 
-    from bitwright.search.optimize import default_schemes
+    from bitwright.search.settings import default_schemes
     from bitwright.search.solve import front
 
     subject, _, learned, problem, final = open_search([*default_schemes(), "fp8"])
