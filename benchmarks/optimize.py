@@ -67,7 +67,7 @@ def timed(cache: str, budget: dict[str, float], schemes: list[str] | None) -> di
     return {"wall_s": time.perf_counter() - begin, **json.loads(run.stdout.splitlines()[-1])}
 
 
-#: What one further scheme is added to, and a scheme of each kind: rounded to nearest alone, and with error feedback too.
+#: What one further scheme is added to, and one of each kind: rounded to nearest alone, and with error feedback too.
 _FEW_SCHEMES = ("int4_g128", "int4_g64", "int8_w", "bf16")
 _FURTHER = {"round_to_nearest": "fp8_w", "error_feedback": "int3_g64"}
 
@@ -87,7 +87,7 @@ def measure_time() -> None:
     write(
         "time",
         {
-            "what": "demo-dithered, 4096 calibration tokens, 64 x 128 repair and 64 x 128 final tokens; a second budget "
+            "what": "demo-dithered, 4096 calibration tokens, 64 x 128 repair and 64 x 128 final tokens; second budget: "
             "from the cache of the first; one further scheme beside the mean of two searches without it",
             "load_average_before": load,
             "default_schemes": default_schemes(),
