@@ -10,6 +10,7 @@
     ├── BudgetError                 limits that contradict each other or themselves
     ├── HardwareError               a device file is missing a figure or has an impossible one
     ├── PlanError                   a plan folder is damaged, from a newer schema, or for another model
+    ├── ExportError                 an engine's checkpoint cannot express a plan, or cannot be written
     └── ReportError                 a report cannot be drawn or written
 
 Every message says the value, the rule it broke, and the next step. Whatever else escapes (AssertionError, IndexError …)
@@ -62,6 +63,10 @@ class HardwareError(BitwrightError):
 
 class PlanError(BitwrightError):
     """A plan folder is damaged, from a newer schema, or for another model."""
+
+
+class ExportError(BitwrightError):
+    """An engine's checkpoint cannot express a plan, or cannot be written."""
 
 
 class ReportError(BitwrightError):

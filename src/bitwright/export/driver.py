@@ -1,0 +1,258 @@
+"""Export a plan: everything that can be refused is refused before a file exists.
+
+    findings = examine(plan, "compressed-tensors")            # of the plan alone: what `export --list PLAN` shows
+    report = export(plan, loaded, "compressed-tensors", out)  # refuses, or writes the whole folder
+
+A plan suits an exporter if its checkpoint can hold every choice (`Exporter.why_not`) and the engine that will load it
+runs them (`plan/rules.py`), fused kernels included. The engine is the one asked for, else the plan's own, else the
+exporter's first.
+
+The folder is assembled beside its place and renamed: half of an export never exists, and what is there is never
+replaced.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bitwright.errors import ExportError
+from bitwright.export.exporter import EXPORTERS, Exporter
+from bitwright.export.source import ExportSource, open_source
+from bitwright.models.loaded import LoadedModel
+from bitwright.models.sites import Site
+from bitwright.plan import Plan, SiteChoice
+from bitwright.plan.engine import Engine, get_engine
+from bitwright.plan.rules import ties, why_not
+from bitwright.plan.whole_folder import assembled_folder
+from bitwright.quantize import SCHEMES, TRANSFORMS
+from bitwright.quantize.catalogs import VALUE_SCHEMES
+from bitwright.quantize.scheme import Scheme
+from bitwright.quantize.value_scheme import ValueScheme
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """One reason, and the sites where it holds."""
+
+    reason: str
+    #: Names, in the order of the plan; empty where it concerns the plan as a whole.
+    sites: tuple[str, ...]
+    #: "int4_g128" …; more than one where the reason is the same.
+    schemes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """What stands against an export of a plan."""
+
+    to: str
+    #: Name of the engine whose rules were asked; None where none loads it.
+    engine: str | None
+    #: Why this engine.
+    engine_reason: str
+    refused: tuple[Refused, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportReport:
+    """What was written."""
+
+    to: str
+    engine: str | None
+    engine_reason: str
+    folder: Path
+    #: File name → bytes.
+    files: Mapping[str, int]
+    #: dtype of what has no codes, and why.
+    dtype: str
+    dtype_reason: str
+    notes: tuple[str, ...]
+
+
+def examine(plan: Plan, to: str, *, engine: str | None = None) -> Findings:
+    """What stands against exporting a plan, as far as the plan tells.
+
+    Args:
+        plan: any.
+        to: name of an exporter.
+        engine: name or alias of an engine that loads what it writes; None: see the opening of this file.
+
+    Raises:
+        UnknownName: there is no such exporter or engine.
+        ExportError: the engine does not load what this exporter writes.
+    """
+    exporter = EXPORTERS[to]
+    chosen, reason = _engine_of(exporter, plan, engine)
+    found = [*_site_reasons(plan, exporter, chosen), *_tie_reasons(plan, chosen)]
+    whole = exporter.why_not_plan(plan)
+    refused = _grouped(found)
+    if whole is not None:
+        refused = (*refused, Refused(reason=whole, sites=()))
+    return Findings(
+        to=exporter.name, engine=None if chosen is None else chosen.name, engine_reason=reason, refused=refused
+    )
+
+
+def export(
+    plan: Plan,
+    model: LoadedModel,
+    to: str,
+    out: str | os.PathLike[str],
+    *,
+    engine: str | None = None,
+    dtype: str | None = None,
+    sites: Sequence[Site] | None = None,
+) -> ExportReport:
+    """Write a plan as an engine's checkpoint.
+
+    Args:
+        plan: for this model.
+        model: as loaded.
+        to: name of an exporter.
+        out: a folder that does not exist yet.
+        engine: as in `examine`.
+        dtype: fp16, bf16 or fp32 for what has no codes; None: that of the checkpoint (`source.choose_dtype`).
+        sites: the model's weight sites; found unless given.
+
+    Raises:
+        ExportError: something cannot be expressed (every site is named with its reason), `out` exists, or writing
+            fails; nothing is left behind.
+        PlanError: the plan is for another model, or its tensors are incomplete.
+        UnknownName: there is no such exporter or engine.
+    """
+    target = Path(os.path.realpath(out))
+    raise_if_not_new(target)
+    exporter = EXPORTERS[to]
+    findings = examine(plan, to, engine=engine)
+    _raise_if_refused(findings, len(plan.sites))
+    source = open_source(plan, model, sites=sites, dtype=dtype)
+    of_model = _grouped(
+        (choice, reason) for name, reason in exporter.why_not_model(source).items() for choice in (plan.site(name),)
+    )
+    _raise_if_refused(
+        Findings(to=to, engine=findings.engine, engine_reason=findings.engine_reason, refused=of_model),
+        len(plan.sites),
+    )
+    notes = _written(exporter, source, target)
+    return ExportReport(
+        to=exporter.name,
+        engine=findings.engine,
+        engine_reason=findings.engine_reason,
+        folder=target,
+        files={path.relative_to(target).as_posix(): path.stat().st_size for path in _files_of(target)},
+        dtype=str(source.dtype).removeprefix("torch."),
+        dtype_reason=source.dtype_reason,
+        notes=notes,
+    )
+
+
+def raise_if_not_new(target: Path) -> None:
+    """Raise ExportError unless nothing, or an empty folder, is at `target`. Call it before long work."""
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if target.exists():
+        raise ExportError(f"'{target}' exists, and an export replaces nothing; choose another --out, or move it away")
+    ancestor = target.absolute().parent
+    while not ancestor.exists():
+        ancestor = ancestor.parent
+    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
+        why = "no permission to write in" if ancestor.is_dir() else "no folder at"
+        raise ExportError(f"cannot export to '{target}': {why} '{ancestor}'; choose another --out")
+
+
+def _written(exporter: Exporter, source: ExportSource, target: Path) -> tuple[str, ...]:
+    try:
+        with assembled_folder(target) as folder:
+            return exporter.write(source, folder)
+    except OSError as error:
+        advice = "free some space" if error.errno == errno.ENOSPC else "see to that"
+        raise ExportError(
+            f"could not write the export to '{target}': {error.strerror or error}; nothing was written: {advice} or "
+            "choose another --out"
+        ) from error
+
+
+def _files_of(folder: Path) -> Iterable[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+# --- what stands against it -------------------------------------------------------------------------------------------
+
+
+def _engine_of(exporter: Exporter, plan: Plan, asked: str | None) -> tuple[Engine | None, str]:
+    """The engine whose rules hold, and why."""
+    if asked is not None:
+        engine = get_engine(asked)
+        if engine.name not in exporter.engines:
+            raise ExportError(
+                f"{engine.name} does not load what '{exporter.name}' writes; "
+                f"{'that is for ' + ', '.join(exporter.engines) if exporter.engines else 'leave --engine out'}"
+            )
+        return engine, "asked for"
+    planned = None if plan.options is None or plan.options.engine is None else get_engine(plan.options.engine)
+    if planned is not None and planned.name in exporter.engines:
+        return planned, "the engine that the plan was made for"
+    if exporter.engines:
+        return get_engine(exporter.engines[0]), f"what '{exporter.name}' is written for, unless told otherwise"
+    return None, "no engine has rules for it"
+
+
+def _site_reasons(plan: Plan, exporter: Exporter, engine: Engine | None) -> Iterable[tuple[SiteChoice, str]]:
+    for choice in plan.sites:
+        if choice.scheme == "as_loaded":
+            continue
+        scheme: Scheme | ValueScheme
+        scheme = SCHEMES[choice.scheme] if choice.kind == "weight" else VALUE_SCHEMES[choice.scheme]
+        reason = exporter.why_not(choice, scheme)
+        if reason is None and engine is not None:
+            reason = why_not(choice, scheme, engine=engine, transform=TRANSFORMS[choice.transform])
+        if reason is not None:
+            yield choice, reason
+
+
+def _tie_reasons(plan: Plan, engine: Engine | None) -> Iterable[tuple[SiteChoice, str]]:
+    """Sites that one kernel computes and that disagree."""
+    groups: dict[str, list[SiteChoice]] = {}
+    tied = ties(plan.sites, engine)
+    for choice in plan.sites:
+        if choice.name in tied:
+            groups.setdefault(tied[choice.name], []).append(choice)
+    for group, members in groups.items():
+        schemes = list(dict.fromkeys(choice.scheme for choice in members))
+        if len(schemes) > 1:
+            by = "is one stored matrix" if engine is None else f"is computed at once by {engine.name}"
+            for choice in members:
+                yield choice, f"{group} {by} and cannot mix {', '.join(schemes)}"
+
+
+def _grouped(found: Iterable[tuple[SiteChoice, str]]) -> tuple[Refused, ...]:
+    sites: dict[str, list[SiteChoice]] = {}
+    for choice, reason in found:
+        sites.setdefault(reason, []).append(choice)
+    return tuple(
+        Refused(
+            reason=reason,
+            sites=tuple(choice.name for choice in members),
+            schemes=tuple(dict.fromkeys(choice.scheme for choice in members)),
+        )
+        for reason, members in sites.items()
+    )
+
+
+def _raise_if_refused(findings: Findings, num_sites: int) -> None:
+    if not findings.refused:
+        return
+    concerned = dict.fromkeys(name for item in findings.refused for name in item.sites)
+    lines = [
+        f"  {item.reason}: {', '.join(item.sites)}" if item.sites else f"  {item.reason}" for item in findings.refused
+    ]
+    what = f"{len(concerned)} of {num_sites} sites of the plan" if concerned else "this plan"
+    under = "" if findings.engine is None else f" for {findings.engine} ({findings.engine_reason})"
+    raise ExportError(
+        f"'{findings.to}' cannot express {what}{under}; nothing was written. Plan again with --engine "
+        f"{findings.engine or '…'} or export to another target:\n" + "\n".join(lines)
+    )

@@ -1,0 +1,1 @@
+"""One engine's checkpoint a file; each module defines EXPORTERS."""
