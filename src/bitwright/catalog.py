@@ -54,6 +54,8 @@ class Catalog(Mapping[str, T], Generic[T]):
     attribute: str
     #: The class (or classes) every record must be an instance of.
     record_type: type | tuple[type, ...]
+    #: What makes a record of a name that spells it out, or None of any other; such records are not listed.
+    spelled: Callable[[str], T | None] = lambda name: None
     _records: dict[str, T] = field(default_factory=dict, repr=False, compare=False)
     _origins: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
@@ -107,6 +109,9 @@ class Catalog(Mapping[str, T], Generic[T]):
     def __getitem__(self, name: str) -> T:
         records = self._scan()
         if name not in records:
+            spelled = self.spelled(name)
+            if spelled is not None:
+                return spelled
             known = sorted(records)
             raise UnknownName(
                 f"unknown {self.kind} {name!r}{nearest_name_hint(name, known)} Known {self.kind}s: {', '.join(known)}"
@@ -120,7 +125,7 @@ class Catalog(Mapping[str, T], Generic[T]):
         return len(self._scan())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._scan()
+        return name in self._scan() or (isinstance(name, str) and self.spelled(name) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,17 @@ from __future__ import annotations
 from bitwright.catalog import Catalog
 from bitwright.quantize.rounding import Rounding
 from bitwright.quantize.scheme import Scheme
+from bitwright.quantize.spelled_scheme import read_spelled_scheme
 from bitwright.quantize.transforms import Transform
 from bitwright.quantize.value_scheme import ValueScheme
 
-#: Every scheme, by name.
+#: Every scheme, by name; what has none, by its facts (`spelled_scheme.py`).
 SCHEMES: Catalog[Scheme] = Catalog(
-    kind="scheme", package="bitwright.quantize.schemes", attribute="SCHEMES", record_type=Scheme
+    kind="scheme",
+    package="bitwright.quantize.schemes",
+    attribute="SCHEMES",
+    record_type=Scheme,
+    spelled=read_spelled_scheme,
 )
 #: Every scheme of values that are computed or kept, by name.
 VALUE_SCHEMES: Catalog[ValueScheme] = Catalog(

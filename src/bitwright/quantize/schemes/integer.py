@@ -33,7 +33,7 @@ _INT8_CHANNEL = TensorScheme(format="int8", scaling=Scaling(granularity=ROW, sca
 SCHEMES = (
     *(_grouped(4, size, symmetry) for symmetry in _SUFFIX for size in (128, 64, 32)),
     _grouped(3, 64, "symmetric"),
-    *(_grouped(8, size, "symmetric") for size in (128, 64)),
+    *(_grouped(8, size, "symmetric") for size in (128, 64, 32)),
     Scheme(
         name="int8_w",
         description="8-bit weights, one scale per output channel; activations untouched",
