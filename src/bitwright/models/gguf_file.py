@@ -12,6 +12,8 @@ from __future__ import annotations
 import mmap
 import re
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,6 +23,7 @@ import numpy as np
 import torch
 
 from bitwright.errors import MissingExtra, ModelError
+from bitwright.models.gguf_layout import GgufLayout, tensor_keys
 from bitwright.models.quiet import quiet_transformers
 
 #: struct letter of the scalar metadata types, by type number.
@@ -126,40 +129,18 @@ def load_gguf(path: Path) -> tuple[torch.nn.Module, Any, dict[str, str], dict[st
     """
     header = read_gguf_header(path)
     with quiet_transformers():
-        from transformers import AutoConfig, AutoModelForCausalLM, TokenizersBackend
-        from transformers.modeling_gguf_pytorch_utils import (
-            GGUF_SUPPORTED_ARCHITECTURES,
-            TENSOR_PROCESSORS,
-            TensorProcessor,
-            load_gguf_checkpoint,
-        )
+        from transformers import TokenizersBackend
 
-        supported = sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - _NOT_DECODERS)
-        if _plain(header.architecture) not in {_plain(name) for name in supported}:
-            raise ModelError(
-                f"{path}: GGUF architecture {header.architecture!r} is not supported; "
-                f"supported are {', '.join(supported)}; convert the model to a Hugging Face folder instead"
-            )
-        try:
-            settings = load_gguf_checkpoint(str(path), return_tensors=False)["config"]
-            config = AutoConfig.for_model(**settings)
-            with torch.device("meta"):
-                skeleton = AutoModelForCausalLM.from_config(config)
-            processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=settings)
-            parameter_of = _parameters_of(header, skeleton, processor)
+        with _as_model_error(path, header):
+            config, skeleton, layout = _open(path, header)
             model, report = type(skeleton).from_pretrained(
                 None,
                 config=config,
-                state_dict=_read_tensors(path, header, processor, parameter_of, settings),
+                state_dict=_read_tensors(path, header, layout),
                 dtype=torch.float32,
                 experts_implementation="eager",
                 output_loading_info=True,
             )
-        except (ImportError, OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
-            raise ModelError(
-                f"{path} cannot be read as a {header.architecture} model ({one_line(error)}); get an undamaged file, "
-                "or convert the model to a Hugging Face folder"
-            ) from error
         try:
             tokenizer = TokenizersBackend.from_pretrained(path.parent, gguf_file=path.name)
         except (ImportError, OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
@@ -167,12 +148,55 @@ def load_gguf(path: Path) -> tuple[torch.nn.Module, Any, dict[str, str], dict[st
                 f"{path} has no usable tokenizer ({one_line(error)}); convert the model with its tokenizer"
             ) from error
     raise_if_incomplete(str(path), model, report["missing_keys"])
-    stored = {parameter_of[key]: t for t in header.tensors for key in _keys(t.name) if key in parameter_of}
+    parameter_of = layout.parameter_of
+    stored = {parameter_of[key]: t for t in header.tensors for key in tensor_keys(t.name) if key in parameter_of}
     # should transformers merge tensors under a name of its own, the format of most weights stands for them
     usual = max(header.tensors, key=lambda t: sum(u.num_weights for u in header.tensors if u.format == t.format))
     names = [name for name, _ in model.named_parameters()]
     formats = {name: stored.get(name, usual).format for name in names}
     return model, tokenizer, formats, {name: stored.get(name, usual).bits for name in names}
+
+
+def read_gguf_layout(path: Path, header: GgufHeader) -> GgufLayout:
+    """Return which parameters a file's tensors are. Raises ModelError as `load_gguf` does."""
+    with quiet_transformers(), _as_model_error(path, header):
+        return _open(path, header)[2]
+
+
+@contextmanager
+def _as_model_error(path: Path, header: GgufHeader) -> Iterator[None]:
+    try:
+        yield
+    except (ImportError, OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
+        raise ModelError(
+            f"{path} cannot be read as a {header.architecture} model ({one_line(error)}); get an undamaged file, "
+            "or convert the model to a Hugging Face folder"
+        ) from error
+
+
+def _open(path: Path, header: GgufHeader) -> tuple[Any, torch.nn.Module, GgufLayout]:
+    """The config of a file's model, the model without weights, and where its weights are."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import (
+        GGUF_SUPPORTED_ARCHITECTURES,
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        load_gguf_checkpoint,
+    )
+
+    supported = sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - _NOT_DECODERS)
+    if _plain(header.architecture) not in {_plain(name) for name in supported}:
+        raise ModelError(
+            f"{path}: GGUF architecture {header.architecture!r} is not supported; "
+            f"supported are {', '.join(supported)}; convert the model to a Hugging Face folder instead"
+        )
+    settings = load_gguf_checkpoint(str(path), return_tensors=False)["config"]
+    config = AutoConfig.for_model(**settings)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=settings)
+    parameter_of = _parameters_of(header, skeleton, processor)
+    return config, skeleton, GgufLayout(parameter_of=parameter_of, processor=processor, settings=settings)
 
 
 def _parameters_of(header: GgufHeader, skeleton: torch.nn.Module, processor: Any) -> dict[str, str]:
@@ -200,29 +224,23 @@ def _parameters_of(header: GgufHeader, skeleton: torch.nn.Module, processor: Any
             else:
                 inner[gguf_name + suffix] = dotted + parameter
         found = inner | found
-        if all(any(key in found for key in _keys(tensor.name)) for tensor in header.tensors):
+        if all(any(key in found for key in tensor_keys(tensor.name)) for tensor in header.tensors):
             break
     return found
 
 
-def _keys(tensor_name: str) -> tuple[str, str]:
-    """The names under which a tensor may stand in the map: 3-D experts have no ``.weight`` in transformers."""
-    return tensor_name, tensor_name.removesuffix(".weight")
-
-
-def _read_tensors(
-    path: Path, header: GgufHeader, processor: Any, parameter_of: dict[str, str], settings: dict[str, Any]
-) -> dict[str, torch.Tensor]:
+def _read_tensors(path: Path, header: GgufHeader, layout: GgufLayout) -> dict[str, torch.Tensor]:
     """Dequantise every tensor to fp32 and bring it into transformers' layout: parameter name → tensor."""
     from gguf import GGMLQuantizationType, dequantize
 
+    parameter_of = dict(layout.parameter_of)
     tensors: dict[str, torch.Tensor] = {}
-    parsed = {"config": settings, "tensors": tensors}  # processors that merge experts write into it
+    parsed = {"config": layout.settings, "tensors": tensors}  # processors that merge experts write into it
     memory = np.memmap(path, mode="r", dtype=np.uint8)
     for tensor in header.tensors:
         data = memory[tensor.first_byte : tensor.first_byte + tensor.num_bytes]
         rows = data.reshape(*tensor.shape[:-1], -1)
-        result = processor.process(
+        result = layout.processor.process(
             weights=dequantize(rows, GGMLQuantizationType(tensor.ggml_type)),
             name=tensor.name,
             tensor_key_mapping=parameter_of,
