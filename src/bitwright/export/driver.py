@@ -21,6 +21,7 @@ from pathlib import Path
 
 from bitwright.errors import ExportError
 from bitwright.export.exporter import EXPORTERS, Exporter
+from bitwright.export.site_names import spell_sites
 from bitwright.export.source import ExportSource, open_source
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.sites import Site
@@ -129,7 +130,13 @@ def export(
     exporter = EXPORTERS[to]
     findings = examine(plan, to, engine=engine)
     _raise_if_refused(findings, len(plan.sites))
-    source = open_source(plan, model, sites=sites, dtype=dtype)
+    source = open_source(
+        plan,
+        model,
+        sites=sites,
+        dtype=dtype,
+        engine=None if findings.engine is None else get_engine(findings.engine),
+    )
     of_model = _grouped(
         (choice, reason) for name, reason in exporter.why_not_model(source).items() for choice in (plan.site(name),)
     )
@@ -226,7 +233,23 @@ def _tie_reasons(plan: Plan, engine: Engine | None) -> Iterable[tuple[SiteChoice
         if len(schemes) > 1:
             by = "is one stored matrix" if engine is None else f"is computed at once by {engine.name}"
             for choice in members:
-                yield choice, f"{group} {by} and cannot mix {', '.join(schemes)}"
+                yield choice, f"{spell_sites([group])} {by} and cannot mix {', '.join(schemes)}"
+        elif engine is not None:
+            yield from _seam_reasons(members, engine)
+
+
+def _seam_reasons(members: Sequence[SiteChoice], engine: Engine) -> Iterable[tuple[SiteChoice, str]]:
+    """Parts of one matrix in an engine's memory: blocks of several rows must end where a part ends."""
+    weights = None if members[0].kind != "weight" else SCHEMES[members[0].scheme].weights
+    rows = 0 if weights is None or weights.scaling is None else weights.scaling.granularity.block_rows
+    short = [choice for choice in members[:-1] if rows and choice.shape[0] % rows]
+    for choice in members if short else ():
+        parts = ", ".join(f"{part.shape[0]} rows of {part.role}" for part in short)
+        yield (
+            choice,
+            f"{engine.name} computes {' and '.join(member.role for member in members)} as one matrix, in which blocks "
+            f"of {rows} rows do not end with the {parts}",
+        )
 
 
 def _grouped(found: Iterable[tuple[SiteChoice, str]]) -> tuple[Refused, ...]:
@@ -248,7 +271,7 @@ def _raise_if_refused(findings: Findings, num_sites: int) -> None:
         return
     concerned = dict.fromkeys(name for item in findings.refused for name in item.sites)
     lines = [
-        f"  {item.reason}: {', '.join(item.sites)}" if item.sites else f"  {item.reason}" for item in findings.refused
+        f"  {item.reason}: {spell_sites(item.sites)}" if item.sites else f"  {item.reason}" for item in findings.refused
     ]
     what = f"{len(concerned)} of {num_sites} sites of the plan" if concerned else "this plan"
     under = "" if findings.engine is None else f" for {findings.engine} ({findings.engine_reason})"

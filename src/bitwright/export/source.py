@@ -37,6 +37,7 @@ from bitwright.models.loaded import DTYPE_FORMATS, LoadedModel
 from bitwright.models.sites import Site, find_sites, site_weight
 from bitwright.models.value_sites import ValueSite, find_value_sites
 from bitwright.plan import Plan, SiteChoice
+from bitwright.plan.engine import Engine
 from bitwright.quantize import SCHEMES, QTensor
 from bitwright.quantize.fitted import UNCHANGED, Fitted
 from bitwright.quantize.pack import PackedTensor, pack_codes
@@ -105,6 +106,8 @@ class ExportSource:
     dtype_reason: str
     #: Value site → scheme and scales, of those that the plan rounds.
     values: Mapping[ValueSite, ValueRule]
+    #: The engine that is to load it; None where none is meant.
+    engine: Engine | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -133,10 +136,13 @@ class ExportSource:
         """Sites whose weights are stored under scales, in order."""
         return tuple(site for site in self.sites if self.weight(site).has_codes)
 
-    def rest(self) -> Iterator[tuple[str, Tensor]]:
+    def rest(self, replaced: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Parameters and persistent buffers without codes, in order of name: those under a plain format rounded to it.
 
-        Tied parameters come once, under the name of their site's parameter, else the first. Floats are of `dtype`.
+        Tied parameters come once, under the first of their names. Floats are of `dtype`.
+
+        Args:
+            replaced: name → what is given in place of the model's own (a norm that factors went into).
         """
         coded = {site.parameter for site in self.coded_sites()}
         plain = {
@@ -148,7 +154,9 @@ class ExportSource:
         for name, tensor in sorted({**known, **_persistent_buffers(self.model)}.items()):
             if name in coded:
                 continue
-            if name in plain:
+            if replaced is not None and name in replaced:
+                tensor = replaced[name]
+            elif name in plain:
                 tensor = self._rounded(name)
             yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
@@ -168,7 +176,12 @@ class ExportSource:
 
 
 def open_source(
-    plan: Plan, loaded: LoadedModel, *, sites: Sequence[Site] | None = None, dtype: str | None = None
+    plan: Plan,
+    loaded: LoadedModel,
+    *,
+    sites: Sequence[Site] | None = None,
+    dtype: str | None = None,
+    engine: Engine | None = None,
 ) -> ExportSource:
     """Put a plan on its model.
 
@@ -177,6 +190,7 @@ def open_source(
         loaded: fp32.
         sites: its weight sites; found unless given.
         dtype: fp16, bf16 or fp32 for what has no codes; None: see `choose_dtype`.
+        engine: that is to load it.
 
     Raises:
         PlanError: the plan is for another model (the tensors that differ are named), or lacks tensors; a dtype that is
@@ -187,7 +201,9 @@ def open_source(
     chosen, reason = choose_dtype(loaded, dtype)
     rounds_values = any(choice.kind != "weight" and choice.scheme != "as_loaded" for choice in plan.sites)
     values = value_rules(plan, find_value_sites(loaded.model)) if rounds_values else {}
-    source = ExportSource(plan=plan, loaded=loaded, sites=known, dtype=chosen, dtype_reason=reason, values=values)
+    source = ExportSource(
+        plan=plan, loaded=loaded, sites=known, dtype=chosen, dtype_reason=reason, values=values, engine=engine
+    )
     for site in known:
         source.weight(site)  # what its tensors lack is told now
     return source

@@ -1,0 +1,423 @@
+"""compressed-tensors: what vLLM and SGLang serve and transformers loads, each layer under its own config group.
+
+For a module `m` with codes the folder holds, by the layout of its group (compressed_tensors/compressors, 0.17 … 0.20):
+
+    pack-quantized        m.weight_packed int32 [N, ⌈K b / 32⌉]: code + 2^(b−1), bit i·b of the row's stream
+                          m.weight_scale [N, G]   m.weight_shape int64 [2]
+                          m.weight_zero_point int32 [⌈N b / 32⌉, G]: the same stream down each column
+    int-quantized         m.weight int8 [N, K]    m.weight_scale [N, 1]    m.input_scale [1] where static
+    float-quantized       m.weight float8_e4m3fn  m.weight_scale [N, 1], or [⌈N / 128⌉, ⌈K / 128⌉] in blocks
+    nvfp4-pack-quantized  m.weight_packed uint8 [N, K / 2]    m.weight_scale float8_e4m3fn [N, K / 16]
+                          m.weight_global_scale [1] = 1 / tensor scale
+    mxfp4-pack-quantized  the same with m.weight_scale uint8 [N, K / 32] (E8M0), no global scale
+    mxfp8-quantized       m.weight float8_e4m3fn  m.weight_scale uint8 [N, K / 32]
+
+Our own bitstreams have the same order, so that packing is padding to whole words. Layers whose `config_groups` differ
+make the format "mixed-precision". Factors of SmoothQuant and AWQ go into the norm before (`folding.py`). FP8 caches
+become `kv_cache_scheme`, with k_scale and v_scale of every attention layer.
+
+Engines hold group scales of packed weights in the dtype of the model: an fp16 scale is exact in an fp16 model and
+rounded in a bf16 one. Inputs under two-level scales need a tensor scale from calibration there, which a plan that finds
+it on every call does not have.
+
+Source: github.com/vllm-project/compressed-tensors; vllm/model_executor/layers/quantization/compressed_tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitwright import formats
+from bitwright.export.folding import fold_factors
+from bitwright.export.modules import CodedModule, coded_modules, module_reasons, shared_scale_reasons
+from bitwright.export.source import ExportSource
+from bitwright.export.written_folder import ShardWriter, as_stored, write_model_files
+from bitwright.formats import IntFormat
+from bitwright.models.loaded import DTYPE_FORMATS
+from bitwright.plan import Plan, SiteChoice
+from bitwright.quantize import TRANSFORMS
+from bitwright.quantize.pack import PackedTensor, pack_bits, pack_codes
+from bitwright.quantize.qtensor import QTensor
+from bitwright.quantize.scheme import Scheme, TensorScheme
+from bitwright.quantize.value_scheme import ValueScheme
+
+_METHOD = "compressed-tensors"
+_MIXED = "mixed-precision"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layout:
+    """One way of storing codes, as a pattern over the facts of a scheme."""
+
+    name: str
+    #: Formats of the codes.
+    formats: tuple[str, ...]
+    scopes: tuple[str, ...]
+    #: Columns under one scale, where the layout fixes them.
+    group_size: int | None = None
+    scale_formats: tuple[str, ...] = ("fp16", "bf16", "fp32")
+    symmetries: tuple[str, ...] = ("symmetric",)
+    tensor_scale: bool = False
+    #: (format, scope, static) of inputs that go with it; None stands for inputs that are not rounded.
+    inputs: tuple[tuple[str, str, bool] | None, ...] = (None,)
+    #: `scale_dtype` of weights and inputs in the config.
+    scale_dtype: str | None = None
+
+
+_SIGNED = tuple(f"int{bits}" for bits in range(2, 9))
+_UNSIGNED = tuple(f"uint{bits}" for bits in range(2, 9))
+_LAYOUTS = (
+    _Layout(name="pack-quantized", formats=_SIGNED, scopes=("row", "group")),
+    _Layout(name="pack-quantized", formats=_UNSIGNED, scopes=("row", "group"), symmetries=("zero_point",)),
+    _Layout(
+        name="int-quantized",
+        formats=("int8",),
+        scopes=("tensor", "row"),
+        inputs=(("int8", "row", False), ("int8", "tensor", True)),
+    ),
+    _Layout(
+        name="float-quantized",
+        formats=("fp8_e4m3",),
+        scopes=("tensor", "row"),
+        inputs=(("fp8_e4m3", "row", False), ("fp8_e4m3", "tensor", True)),
+    ),
+    _Layout(
+        name="float-quantized",
+        formats=("fp8_e4m3",),
+        scopes=("block",),
+        group_size=128,
+        inputs=(("fp8_e4m3", "group", False),),
+    ),
+    _Layout(name="naive-quantized", formats=("fp8_e4m3",), scopes=("tensor", "row")),
+    _Layout(
+        name="nvfp4-pack-quantized",
+        formats=("fp4_e2m1",),
+        scopes=("group",),
+        group_size=16,
+        scale_formats=("fp8_e4m3",),
+        tensor_scale=True,
+        scale_dtype="torch.float8_e4m3fn",
+    ),
+    _Layout(
+        name="mxfp4-pack-quantized",
+        formats=("fp4_e2m1",),
+        scopes=("group",),
+        group_size=32,
+        scale_formats=("e8m0",),
+        inputs=(None, ("fp4_e2m1", "group", False)),
+        scale_dtype="torch.uint8",
+    ),
+    _Layout(
+        name="mxfp8-quantized",
+        formats=("fp8_e4m3",),
+        scopes=("group",),
+        group_size=32,
+        scale_formats=("e8m0",),
+        inputs=(None, ("fp8_e4m3", "group", False)),
+        scale_dtype="torch.uint8",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompressedTensors:
+    """See the opening of this file."""
+
+    name: str = "compressed-tensors"
+    description: str = "a folder that vLLM, SGLang and transformers load, mixed layer by layer"
+    engines: tuple[str, ...] = ("vllm", "transformers")
+
+    def why_not(self, choice: SiteChoice, scheme: Scheme | ValueScheme) -> str | None:
+        """See `Exporter`."""
+        if isinstance(scheme, ValueScheme):
+            return _why_not_values(choice, scheme)
+        assert scheme.weights is not None
+        scaling = scheme.weights.scaling
+        if scaling is None:
+            return None
+        layout, reason = _layout_of(scheme)
+        if layout is None:
+            return f"{_METHOD} {reason}"
+        if choice.role == "embedding":
+            return f"{_METHOD} is written with plain embeddings"
+        if scaling.granularity.scope == "group" and scaling.granularity.has_ragged_group(choice.shape[1]):
+            size = scaling.granularity.group_size
+            return f"{_METHOD} refuses groups of {size} in {choice.shape[1]} columns, which they do not divide"
+        if "signs" in TRANSFORMS[choice.transform].parts:
+            return f"{_METHOD} is written without changes of inputs at run time, which {choice.transform} needs"
+        return None
+
+    def why_not_plan(self, plan: Plan) -> str | None:
+        """See `Exporter`."""
+        caches = {choice.scheme for choice in plan.sites if choice.role == "kv_cache"}
+        if len(caches) > 1:
+            return f"{_METHOD} has one setting for all caches, and the plan has {', '.join(sorted(caches))}"
+        return None
+
+    def why_not_model(self, source: ExportSource) -> Mapping[str, str]:
+        """See `Exporter`."""
+        return {**module_reasons(source), **shared_scale_reasons(source), **fold_factors(source).refused}
+
+    def write(self, source: ExportSource, folder: Path) -> tuple[str, ...]:
+        """See `Exporter`."""
+        modules = coded_modules(source)
+        folding = fold_factors(source)
+        with ShardWriter(folder) as shards:
+            for name, tensor in source.rest(folding.parameters):
+                for stored, value in as_stored(source.model, name, tensor).items():
+                    shards.add(stored, value)
+            for module in modules:
+                for part, tensor in _tensors_of(module).items():
+                    shards.add(f"{module.name}.{part}", tensor)
+            for name, tensor in _cache_scales(source).items():
+                shards.add(name, tensor)
+        notes = write_model_files(source, folder, quantization=_config(source, modules))
+        return (*notes, *_notes(source, modules))
+
+
+# --- what the layouts hold --------------------------------------------------------------------------------------------
+
+
+def _layout_of(scheme: Scheme) -> tuple[_Layout | None, str]:
+    """The layout of a scheme, or what is missing, from the layout that came closest."""
+    reasons = [_first_difference(layout, scheme) for layout in _LAYOUTS]
+    found = next((layout for layout, reason in zip(_LAYOUTS, reasons, strict=True) if reason is None), None)
+    furthest = max((reason for reason in reasons if reason is not None), key=lambda reason: reason[0])
+    return found, furthest[1]
+
+
+def _first_difference(layout: _Layout, scheme: Scheme) -> tuple[int, str] | None:
+    """The first fact that does not fit, as (how many did before it, what is so instead)."""
+    weights = scheme.weights
+    assert weights is not None and weights.scaling is not None
+    scaling = weights.scaling
+    granularity = scaling.granularity
+    inputs = _inputs_of(scheme)
+    checks = (
+        (weights.format in layout.formats, f"has no {weights.format} codes"),
+        (scaling.symmetry in layout.symmetries, f"has no {weights.format} codes with a floating minimum"),
+        (granularity.scope in layout.scopes, f"has no {weights.format} codes under scales per {granularity}"),
+        (
+            layout.group_size is None or granularity.group_size == layout.group_size,
+            f"has {weights.format} codes under scales for {layout.group_size}, not for {granularity.group_size}",
+        ),
+        (scaling.scale_format in layout.scale_formats, f"has no {scaling.scale_format} scales of {weights.format}"),
+        (scaling.tensor_scale == layout.tensor_scale, f"has no second level of scales of {weights.format}"),
+        (scaling.element_exponent == 0, f"has no {weights.format} codes that stand for fractions"),
+        (inputs in layout.inputs, _spell_inputs(scheme)),
+    )
+    return next(((index, text) for index, (fits, text) in enumerate(checks) if not fits), None)
+
+
+def _inputs_of(scheme: Scheme) -> tuple[str, str, bool] | None:
+    if scheme.activations is None:
+        return None
+    scaling = scheme.activations.scaling
+    scope = "none" if scaling is None else "two levels" if scaling.tensor_scale else scaling.granularity.scope
+    return scheme.activations.format, scope, scheme.static_activations
+
+
+def _spell_inputs(scheme: Scheme) -> str:
+    inputs = scheme.activations
+    if inputs is not None and inputs.scaling is not None and inputs.scaling.tensor_scale:
+        return (
+            f"stores the tensor scale of {inputs.format} inputs, and {scheme.name} finds it on every call; "
+            "a scheme without rounded inputs can be written"
+        )
+    assert scheme.weights is not None
+    return f"has no {scheme.weights.format} weights with inputs in {'16 bits' if inputs is None else inputs}"
+
+
+def _why_not_values(choice: SiteChoice, scheme: ValueScheme) -> str | None:
+    if scheme.values.scaling is None:
+        return None
+    if choice.role != "kv_cache":
+        return f"{_METHOD} keeps scales of caches, and none of {choice.role}"
+    if scheme.values.format != "fp8_e4m3" or not scheme.static:
+        return f"{_METHOD} keeps caches in fp8_e4m3 with static scales, not in {scheme.name}"
+    return None
+
+
+# --- config -----------------------------------------------------------------------------------------------------------
+
+
+def _config(source: ExportSource, modules: Sequence[CodedModule]) -> dict[str, Any] | None:
+    """`quantization_config` of config.json; None where nothing has codes."""
+    cache = _cache_args(source)
+    if not modules and cache is None:
+        return None
+    groups: dict[str, list[CodedModule]] = {}
+    for module in modules:
+        groups.setdefault(module.scheme.name, []).append(module)
+    layouts = {name: _layout_of(members[0].scheme)[0] for name, members in groups.items()}
+    names = list(dict.fromkeys(layout.name for layout in layouts.values() if layout is not None))
+    return {
+        "quant_method": _METHOD,
+        "format": names[0] if len(names) == 1 else _MIXED if names else "dense",
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{index}": _group(name, members, layouts[name])
+            for index, (name, members) in enumerate(groups.items())
+        },
+        "ignore": sorted(_linear_modules(source) - {module.name for module in modules}),
+        "kv_cache_scheme": cache,
+    }
+
+
+def _group(name: str, members: Sequence[CodedModule], layout: _Layout | None) -> dict[str, Any]:
+    scheme = members[0].scheme
+    assert layout is not None and scheme.weights is not None
+    inputs = None
+    if scheme.activations is not None:
+        inputs = _args(scheme.activations, layout) | {"dynamic": not scheme.static_activations}
+        inputs["strategy"] = {"channel": "token"}.get(inputs["strategy"], inputs["strategy"])
+    return {
+        "targets": [module.name for module in members],
+        "weights": _args(scheme.weights, layout) | {"dynamic": False},
+        "input_activations": inputs,
+        "output_activations": None,
+        "format": layout.name,
+    }
+
+
+def _args(tensor: TensorScheme, layout: _Layout) -> dict[str, Any]:
+    """`QuantizationArgs` of weights or inputs."""
+    number, scaling = formats.FORMATS[tensor.format], tensor.scaling
+    assert scaling is not None
+    granularity = scaling.granularity
+    strategy = {"row": "channel", "group": "tensor_group" if scaling.tensor_scale else "group"}
+    args: dict[str, Any] = {
+        "num_bits": number.bits,
+        "type": "int" if isinstance(number, IntFormat) else "float",
+        "symmetric": scaling.symmetry == "symmetric",
+        "strategy": strategy.get(granularity.scope, granularity.scope),
+        "group_size": granularity.group_size if granularity.scope == "group" else None,
+    }
+    if granularity.scope == "block":
+        args["block_structure"] = [granularity.block_rows, granularity.group_size]
+    if layout.scale_dtype is not None:
+        args["scale_dtype"] = layout.scale_dtype
+    return args
+
+
+def _cache_args(source: ExportSource) -> dict[str, Any] | None:
+    rule = next((rule for site, rule in source.values.items() if site.role == "kv_cache"), None)
+    if rule is None or rule.scheme.values.scaling is None:
+        return None
+    strategy = {"head": "attn_head"}.get(rule.scheme.axis, rule.scheme.axis)
+    return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}
+
+
+def _linear_modules(source: ExportSource) -> set[str]:
+    """Modules that a target of class "Linear" would mean."""
+    return {name for name, module in source.model.named_modules() if isinstance(module, nn.Linear)}
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _tensors_of(module: CodedModule) -> dict[str, Tensor]:
+    """Part of the module's name → what is stored."""
+    q = module.codes()
+    packed = pack_codes(q)
+    layout = _layout_of(module.scheme)[0]
+    assert layout is not None and packed.scales is not None
+    parts = _STORED[layout.name](q, packed)
+    if module.input_scale is not None:
+        parts["input_scale"] = module.input_scale.reshape(1).float()
+    return parts
+
+
+def _packed_integers(q: QTensor, packed: PackedTensor) -> dict[str, Tensor]:
+    number = formats.FORMATS[q.scheme.format]
+    lowest = int(number.min)
+    assert packed.scales is not None
+    parts = {
+        "weight_packed": _words((q.codes_NK - lowest).int(), number.bits),
+        "weight_scale": packed.scales,
+        "weight_shape": torch.tensor(q.codes_NK.shape, dtype=torch.int64),
+    }
+    if q.offsets_NG is not None:
+        parts["weight_zero_point"] = _words((q.offsets_NG - lowest).int().T, number.bits).T
+    return parts
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """The bitstream of each row as whole words: int32 [rows, ⌈columns · bits / 32⌉]."""
+    stream = pack_bits(codes, bits)
+    return nn.functional.pad(stream, (0, -stream.shape[1] % 4)).view(torch.int32)
+
+
+def _plain_bytes(q: QTensor, packed: PackedTensor) -> dict[str, Tensor]:
+    assert packed.scales is not None
+    dtype = torch.int8 if isinstance(formats.FORMATS[q.scheme.format], IntFormat) else torch.float8_e4m3fn
+    scaling = q.scheme.scaling
+    is_tensor = scaling is not None and scaling.granularity.scope == "tensor"
+    scales = packed.scales.reshape(1) if is_tensor else packed.scales
+    return {"weight": q.codes_NK.to(dtype), "weight_scale": scales.view(torch.uint8) if _is_e8m0(q) else scales}
+
+
+def _packed_floats(q: QTensor, packed: PackedTensor) -> dict[str, Tensor]:
+    assert packed.scales is not None
+    parts = {
+        "weight_packed": packed.codes,
+        "weight_scale": packed.scales.view(torch.uint8) if _is_e8m0(q) else packed.scales,
+    }
+    if q.tensor_scale is not None:
+        parts["weight_global_scale"] = (1 / q.tensor_scale).reshape(1)
+    return parts
+
+
+def _is_e8m0(q: QTensor) -> bool:
+    return q.scheme.scaling is not None and q.scheme.scaling.scale_format == "e8m0"
+
+
+#: Layout → (codes, the same as bits) → parts.
+_STORED: Mapping[str, Callable[[QTensor, PackedTensor], dict[str, Tensor]]] = {
+    "pack-quantized": _packed_integers,
+    "int-quantized": _plain_bytes,
+    "float-quantized": _plain_bytes,
+    "naive-quantized": _plain_bytes,
+    "mxfp8-quantized": _plain_bytes,
+    "nvfp4-pack-quantized": _packed_floats,
+    "mxfp4-pack-quantized": _packed_floats,
+}
+
+
+def _cache_scales(source: ExportSource) -> dict[str, Tensor]:
+    """ "<attention>.k_scale" and v_scale: [1], or [heads, 1, 1]."""
+    found = {}
+    for site, rule in source.values.items():
+        if site.role == "kv_cache":
+            (operand,) = site.operands
+            scale = rule.scale(operand)
+            assert scale is not None
+            shape = (-1, 1, 1) if rule.scheme.axis == "head" else (1,)
+            found[f"{site.module}.{operand}_scale"] = scale.reshape(shape).float()
+    return found
+
+
+def _notes(source: ExportSource, modules: Sequence[CodedModule]) -> Iterable[str]:
+    """What the checkpoint cannot say."""
+    dtype = DTYPE_FORMATS[source.dtype]
+    rounded = {
+        module.scheme.name
+        for module in modules
+        if (weights := module.scheme.weights) is not None
+        and weights.scaling is not None
+        and weights.scaling.scale_format in ("fp16", "bf16", "fp32")
+        and module.scheme.activations is None
+        and weights.scaling.scale_format != dtype
+        and dtype != "fp32"
+    }
+    if rounded:
+        yield f"engines keep the scales of {', '.join(sorted(rounded))} in the dtype of the model, here {dtype}"
+
+
+EXPORTERS = (CompressedTensors(),)
