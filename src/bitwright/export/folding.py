@@ -41,7 +41,7 @@ class Folding:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Norm:
+class SeenNorm:
     """A norm, as it was called, and the modules that read what it gave."""
 
     module: nn.Module
@@ -62,7 +62,7 @@ def fold_factors(source: ExportSource) -> Folding:
     if not factors:
         return Folding()
     modules_of = {name: module for module, names in sites_of.items() for name in names}
-    norms = _norms_seen(source.model)
+    norms = norms_seen(source.model)
     read_by = {reader: norm for norm, seen in norms.items() for reader in seen.readers}
     parameters: dict[str, Tensor] = {}
     refused: dict[str, str] = {}
@@ -91,7 +91,7 @@ def fold_factors(source: ExportSource) -> Folding:
     return Folding(parameters=parameters, refused=refused)
 
 
-def _folded(norm: _Norm, scales_K: Tensor) -> dict[str, Tensor] | None:
+def _folded(norm: SeenNorm, scales_K: Tensor) -> dict[str, Tensor] | None:
     """Parameters of a norm that gives its output divided by the factors; None where they do not do that."""
     parameters = {name: parameter.detach() for name, parameter in norm.module.named_parameters(recurse=False)}
     if any(parameter.shape != scales_K.shape for parameter in parameters.values()) or "weight" not in parameters:
@@ -103,9 +103,9 @@ def _folded(norm: _Norm, scales_K: Tensor) -> dict[str, Tensor] | None:
     return divided if torch.allclose(tried, norm.output / scales_K, rtol=1e-4, atol=1e-6) else None
 
 
-def _norms_seen(model: nn.Module) -> dict[str, _Norm]:
+def norms_seen(model: nn.Module) -> dict[str, SeenNorm]:
     """Norm → how it was called, and by whom its output was read, in a run on a few tokens."""
-    norms = {name.rpartition(":")[0]: _Norm(module=module) for name, module in norms_of(model).items()}
+    norms = {name.rpartition(":")[0]: SeenNorm(module=module) for name, module in norms_of(model).items()}
     #: Memory of an output → the norm; outputs are kept, so that none is given away again meanwhile.
     by_memory: dict[int, str] = {}
 
