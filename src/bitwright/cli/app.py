@@ -20,6 +20,7 @@ from bitwright.cli import (
     hardware,
     hardware_profile,
     hardware_show,
+    import_,
     optimize,
     schemes,
     show,
@@ -47,6 +48,7 @@ def create_app() -> typer.Typer:
     app.command("verify")(verify.verify_command)
     app.command("compare")(compare.compare_command)
     app.command("show")(show.show_command)
+    app.command("import")(import_.import_command)
     app.add_typer(_create_formats_app(), name="formats")
     app.command("schemes")(schemes.schemes_command)
     app.add_typer(_create_hardware_app(), name="hardware")

@@ -174,7 +174,7 @@ def _as_model_error(path: Path, header: GgufHeader) -> Iterator[None]:
         ) from error
 
 
-def _open(path: Path, header: GgufHeader) -> tuple[Any, torch.nn.Module, GgufLayout]:
+def _open(path: Path, header: GgufHeader) -> tuple[Any, Any, GgufLayout]:
     """The config of a file's model, the model without weights, and where its weights are."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import (
