@@ -70,16 +70,16 @@ def float4_matrix(packed: Tensor, scales_NG: Tensor, tensor_scale: Tensor | None
 
 def _sharers(scales: Tensor, shape: tuple[int, ...], block_size: tuple[int, int] | None) -> tuple[Granularity, Tensor]:
     """Who shares a scale, and the scales as [R, G]."""
-    if scales.numel() == 1:
-        return TENSOR, scales.reshape(1, 1)
     rows, columns = shape
     if block_size is not None:
         granularity = block(*block_size)
-        expected = granularity.scale_shape(rows, columns)
         if scales.dim() == 4:  # ModelOpt keeps a dimension of 1 behind each of the two
             scales = scales[:, 0, :, 0]
+        expected = granularity.scale_shape(rows, columns)
         raise_unless_shape(f"scales of blocks of {block_size[0]} × {block_size[1]}", scales, expected)
         return granularity, scales
+    if scales.numel() == 1:
+        return TENSOR, scales.reshape(1, 1)
     if tuple(scales.shape) in ((rows,), (rows, 1)):
         return ROW, scales.reshape(rows, 1)
     if scales.dim() == 2 and scales.shape[0] == rows and columns % scales.shape[1] == 0:

@@ -75,9 +75,9 @@ def _read(checkpoint: Checkpoint, module: str) -> StoredMatrix:
     size = columns // num_groups
     if size * num_groups != columns:
         raise ModelError(f"its {columns} columns do not divide into {num_groups} groups")
-    q = integer_codes(
-        codes_KN.T.contiguous(), zeros_GN.T, scales_GN.T.contiguous(), _BITS, ROW if num_groups == 1 else group(size)
-    )
+    asked = checkpoint.settings.get("group_size", checkpoint.settings.get("q_group_size", size))
+    granularity = ROW if asked == -1 else group(size)
+    q = integer_codes(codes_KN.T.contiguous(), zeros_GN.T, scales_GN.T.contiguous(), _BITS, granularity)
     return StoredMatrix(
         q=q,
         stored_bytes=checkpoint.bytes_of(module),

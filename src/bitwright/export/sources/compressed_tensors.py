@@ -12,9 +12,9 @@
 Which group a layer is in follows from its targets: the layer's name, a pattern ("re:…"), or the name of its class, in
 this order. Layers that have no scales are plain.
 
-The second level of NVFP4 is the reciprocal of what multiplies here, rounded to fp32 once more: scales then agree with
-the library's to one unit in the last place. Static scales of a second level of inputs are not taken: schemes here find
-it on every call.
+The second level of NVFP4 divides, where here it multiplies: of the fp32 numbers next to its reciprocal the one is taken
+that gives most scales exactly, usually all, and the others to one unit in the last place. Static scales of a second
+level of inputs are not taken: schemes here find it on every call.
 
 Source: compressed-tensors 0.20, compressors/*/base.py, config/format.py, quantization/lifecycle/forward.py.
 """
@@ -42,7 +42,7 @@ from bitwright.export.stored_matrix import (
 )
 from bitwright.models.loaded import LoadedModel
 from bitwright.quantize import QTensor
-from bitwright.quantize.granularity import ROW, TENSOR, Granularity, group
+from bitwright.quantize.granularity import ROW, TENSOR, group
 from bitwright.quantize.scheme import TensorScheme, block_scheme
 
 _Settings = Mapping[str, Any]
@@ -133,12 +133,12 @@ def _read(checkpoint: Checkpoint, module: str, settings: _Settings) -> StoredMat
         zero_points = None
         if zeros in checkpoint.tensors:
             zero_points = unpack_words(checkpoint.read(zeros).T, bits, rows).T
-        q = _integer_matrix(unpack_words(stored, bits, columns), zero_points, scales, bits)
+        q = _integer_matrix(unpack_words(stored, bits, columns), zero_points, scales, weights)
     else:
         middle = 1 << (bits - 1)
         codes = checkpoint.read(f"{module}.weight").int() + middle
         zero_points = checkpoint.read(zeros).int() + middle if zeros in checkpoint.tensors else None
-        q = _integer_matrix(codes, zero_points, scales, bits)
+        q = _integer_matrix(codes, zero_points, scales, weights)
     activations, input_scale = _inputs(checkpoint, module, settings.get("input_activations"))
     scaling = q.scheme.scaling
     assert scaling is not None
@@ -152,23 +152,21 @@ def _read(checkpoint: Checkpoint, module: str, settings: _Settings) -> StoredMat
     )
 
 
-def _integer_matrix(codes_NK: Tensor, zeros: Tensor | None, scales: Tensor, bits: int) -> QTensor:
-    """Codes 0 … 2^b − 1 under scales of a tensor, rows or groups."""
-    rows, columns = codes_NK.shape
-    scales_RG = scales.reshape(1, 1) if scales.numel() == 1 else scales.reshape(rows, -1)
-    granularity = _granularity(scales_RG, columns)
-    shape = tuple(scales_RG.shape)
-    raise_unless_shape("scales", scales_RG, granularity.scale_shape(rows, columns))
+def _integer_matrix(codes_NK: Tensor, zeros: Tensor | None, scales: Tensor, weights: _Settings) -> QTensor:
+    """Codes 0 … 2^b − 1 under the scales that the settings say."""
+    bits = int(weights["num_bits"])
+    sharers = {"tensor": TENSOR, "channel": ROW}
+    if weights.get("strategy") in ("group", "tensor_group"):
+        sharers[str(weights["strategy"])] = group(int(weights["group_size"]))
+    granularity = sharers.get(str(weights.get("strategy")))
+    if granularity is None:
+        raise ModelError(f"its weights share scales by '{weights.get('strategy')}'; tensor, channel and group are read")
+    shape = granularity.scale_shape(*codes_NK.shape)
+    if scales.numel() != shape[0] * shape[1]:
+        raise ModelError(f"its scales have shape {list(scales.shape)}, and {granularity} needs {list(shape)}")
     if zeros is None:
         zeros = torch.full(shape, 1 << (bits - 1), dtype=torch.int32)
-    return integer_codes(codes_NK, zeros.reshape(shape), scales_RG, bits, granularity)
-
-
-def _granularity(scales_RG: Tensor, columns: int) -> Granularity:
-    if scales_RG.numel() == 1 and scales_RG.shape[0] == 1:
-        return TENSOR
-    num_groups = scales_RG.shape[1]
-    return ROW if num_groups == 1 else group(-(-columns // num_groups))
+    return integer_codes(codes_NK, zeros.reshape(shape), scales.reshape(shape), bits, granularity)
 
 
 def _float_matrix(checkpoint: Checkpoint, module: str, scales: Tensor, weights: _Settings) -> QTensor:
@@ -180,7 +178,15 @@ def _float_matrix(checkpoint: Checkpoint, module: str, scales: Tensor, weights: 
     if second not in checkpoint.tensors:
         exponents = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
         return float4_matrix(checkpoint.read(packed), exponents, None)
-    return float4_matrix(checkpoint.read(packed), scales, checkpoint.read(second).float().reciprocal())
+    return float4_matrix(checkpoint.read(packed), scales, _multiplier(scales, checkpoint.read(second).float()))
+
+
+def _multiplier(scales_NG: Tensor, divisor: Tensor) -> Tensor:
+    """What to multiply scales by so that most come out as if divided: fp32 0-d."""
+    near = divisor.reshape(()).reciprocal()
+    wanted = scales_NG.float() / divisor
+    up, down = (torch.nextafter(near, torch.tensor(end)) for end in (torch.inf, 0.0))
+    return max((near, up, down), key=lambda tried: int((scales_NG.float() * tried == wanted).sum()))
 
 
 def _inputs(

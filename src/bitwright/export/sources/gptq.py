@@ -80,20 +80,24 @@ def _read(checkpoint: Checkpoint, module: str, bits: int, layout: str) -> Stored
         zeros_GN.T + _TAKEN_OFF[layout],
         scales_GN.T.contiguous(),
         bits,
-        ROW if num_groups == 1 else group(size),
+        group(size) if _is_grouped(checkpoint.settings) else ROW,
     )
     return StoredMatrix(
         q=q,
         stored_bytes=checkpoint.bytes_of(module),
-        words=f"{bits} bits, {'a scale a row' if num_groups == 1 else f'groups of {size}'}"
+        words=f"{bits} bits, {f'groups of {size}' if _is_grouped(checkpoint.settings) else 'a scale a row'}"
         f"{'' if q.offsets_NG is None else ', zero points'}",
     )
 
 
-def _group_size(settings: Any, columns: int, num_groups: int) -> int:
-    """Columns of a group; the settings write −1 for all of them."""
+def _is_grouped(settings: Any) -> bool:
+    """Whether rows have several scales; the settings write −1 where they have one."""
     size = settings.get("group_size", -1)
-    size = size if isinstance(size, int) and size > 0 else columns
+    return isinstance(size, int) and size > 0
+
+
+def _group_size(settings: Any, columns: int, num_groups: int) -> int:
+    size = int(settings["group_size"]) if _is_grouped(settings) else columns
     if -(-columns // size) != num_groups:
         raise ModelError(
             f"its {columns} columns in groups of {size} need {-(-columns // size)} scales, not {num_groups}"
