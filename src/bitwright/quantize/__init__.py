@@ -5,6 +5,8 @@ x_hat = dequantize(q)
 x_hat = fake_quantize(x, SCHEMES["fp8"].activations)
 packed = pack(x, SCHEMES["mxfp4"].weights)
 x_hat = unpack(packed)
+matrix = select_matmul(packed.scheme, packed.shape, "cpu", x.dtype).layout.prepare(packed)
+y = packed_matmul(x, matrix)
 
 Importing this page loads no torch: each name is fetched when it is first used, and `quantize.statistics` needs none.
 """
@@ -16,10 +18,12 @@ from typing import TYPE_CHECKING
 from bitwright.lazy_page import open_lazily
 
 if TYPE_CHECKING:
-    from bitwright.quantize.catalogs import ROUNDINGS, SCHEMES, TRANSFORMS, VALUE_SCHEMES
+    from bitwright.quantize.catalogs import MATMULS, ROUNDINGS, SCHEMES, TRANSFORMS, VALUE_SCHEMES
     from bitwright.quantize.delayed_scaling import DelayedScaling
     from bitwright.quantize.granularity import Granularity, block, group
+    from bitwright.quantize.matmuls import MatmulLayout, PackedMatrix
     from bitwright.quantize.pack import PackedTensor
+    from bitwright.quantize.packed_matmul import packed_matmul, select_matmul
     from bitwright.quantize.qtensor import QTensor
     from bitwright.quantize.quantize import dequantize, fake_quantize, pack, quantize, unpack
     from bitwright.quantize.rounding import Rounding
@@ -27,12 +31,15 @@ if TYPE_CHECKING:
     from bitwright.quantize.value_scheme import ValueScheme
 
 _HOMES = {
+    "MATMULS": "bitwright.quantize.catalogs",
     "ROUNDINGS": "bitwright.quantize.catalogs",
     "SCHEMES": "bitwright.quantize.catalogs",
     "TRANSFORMS": "bitwright.quantize.catalogs",
     "VALUE_SCHEMES": "bitwright.quantize.catalogs",
     "DelayedScaling": "bitwright.quantize.delayed_scaling",
     "Granularity": "bitwright.quantize.granularity",
+    "MatmulLayout": "bitwright.quantize.matmuls",
+    "PackedMatrix": "bitwright.quantize.matmuls",
     "PackedTensor": "bitwright.quantize.pack",
     "QTensor": "bitwright.quantize.qtensor",
     "Rounding": "bitwright.quantize.rounding",
@@ -46,17 +53,22 @@ _HOMES = {
     "fake_quantize": "bitwright.quantize.quantize",
     "group": "bitwright.quantize.granularity",
     "pack": "bitwright.quantize.quantize",
+    "packed_matmul": "bitwright.quantize.packed_matmul",
     "quantize": "bitwright.quantize.quantize",
+    "select_matmul": "bitwright.quantize.packed_matmul",
     "unpack": "bitwright.quantize.quantize",
 }
 
 __all__ = [
+    "MATMULS",
     "ROUNDINGS",
     "SCHEMES",
     "TRANSFORMS",
     "VALUE_SCHEMES",
     "DelayedScaling",
     "Granularity",
+    "MatmulLayout",
+    "PackedMatrix",
     "PackedTensor",
     "QTensor",
     "Rounding",
@@ -70,7 +82,9 @@ __all__ = [
     "fake_quantize",
     "group",
     "pack",
+    "packed_matmul",
     "quantize",
+    "select_matmul",
     "unpack",
 ]
 

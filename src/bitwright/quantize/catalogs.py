@@ -6,6 +6,7 @@ Each folder is its own registry.
 from __future__ import annotations
 
 from bitwright.catalog import Catalog
+from bitwright.quantize.matmuls import MatmulLayout
 from bitwright.quantize.rounding import Rounding
 from bitwright.quantize.scheme import Scheme
 from bitwright.quantize.spelled_scheme import read_spelled_scheme
@@ -34,4 +35,11 @@ ROUNDINGS: Catalog[Rounding] = Catalog(
 #: Every transform, by name.
 TRANSFORMS: Catalog[Transform] = Catalog(
     kind="transform", package="bitwright.quantize.transforms", attribute="TRANSFORMS", record_type=Transform
+)
+#: Every layout of packed weights, by name.
+MATMULS: Catalog[MatmulLayout] = Catalog(
+    kind="layout of packed weights",
+    package="bitwright.quantize.matmuls",
+    attribute="MATMULS",
+    record_type=MatmulLayout,
 )

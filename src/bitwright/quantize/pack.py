@@ -89,14 +89,18 @@ def pack_codes(q: QTensor) -> PackedTensor:
     offsets = None
     if q.offsets_NG is not None:
         is_integer = scaling.symmetry == "zero_point"
-        offsets = _store(q.offsets_NG, number, as_bits=True) if is_integer else _store(q.offsets_NG, scale_number)
+        offsets = (
+            store_numbers(q.offsets_NG, number, as_bits=True)
+            if is_integer
+            else store_numbers(q.offsets_NG, scale_number)
+        )
     return PackedTensor(
         scheme=q.scheme,
         shape=(rows, columns),
         codes=_to_bytes(
             torch.where(q.codes_NK.isnan(), _value_table(number, q.codes_NK.device)[0], q.codes_NK), number
         ),
-        scales=_store(q.scales_NG / 2.0**scaling.element_exponent, scale_number),
+        scales=store_numbers(q.scales_NG / 2.0**scaling.element_exponent, scale_number),
         offsets=offsets,
         tensor_scale=q.tensor_scale,
     )
@@ -116,11 +120,11 @@ def unpack_codes(packed: PackedTensor) -> QTensor:
     offsets = None
     if packed.offsets is not None:
         offset_number = number if scaling.symmetry == "zero_point" else scale_number
-        offsets = _load(packed.offsets, offset_number, scale_shape)
+        offsets = load_numbers(packed.offsets, offset_number, scale_shape)
     return QTensor(
         scheme=packed.scheme,
         codes_NK=codes_NK,
-        scales_NG=_load(packed.scales, scale_number, scale_shape) * 2.0**scaling.element_exponent,
+        scales_NG=load_numbers(packed.scales, scale_number, scale_shape) * 2.0**scaling.element_exponent,
         offsets_NG=offsets,
         tensor_scale=packed.tensor_scale,
     )
@@ -244,15 +248,16 @@ def _from_bytes(packed_NB: Tensor, number: Format, columns: int) -> Tensor:
     return decode_numbers(unpack_bits(packed_NB, number.bits, columns), number)
 
 
-def _store(values_RG: Tensor, number: Format, *, as_bits: bool = False) -> Tensor:
-    """Scales or offsets as they are stored."""
+def store_numbers(values_RG: Tensor, number: Format, *, as_bits: bool = False) -> Tensor:
+    """Scales or offsets, fp32 [R, G], as they are stored."""
     dtype = None if as_bits else stored_dtype(number)
     if dtype is None:
         return _to_bytes(values_RG.reshape(1, -1), number)[0]
     return _to_bytes(values_RG, number).view(dtype)
 
 
-def _load(stored: Tensor, number: Format, shape: tuple[int, int]) -> Tensor:
+def load_numbers(stored: Tensor, number: Format, shape: tuple[int, int]) -> Tensor:
+    """Undo `store_numbers`."""
     if stored.dtype == torch.uint8:
         return _from_bytes(stored.reshape(1, -1), number, shape[0] * shape[1]).reshape(shape)
     return _from_bytes(stored.contiguous().view(torch.uint8), number, shape[1])

@@ -1,0 +1,252 @@
+"""Codes in tiles of rows: where each code of a packed matrix lies so that a vector instruction expands 32 at once.
+
+A *tile* is 64 rows, and all of its codes lie together. A *code vector* is 32 codes: 16 rows, two neighbouring columns
+each, which is how dot products of bf16 pairs take their operands. Four code vectors are the 64 rows of a *pair* of
+columns. Codes of b bits are cut out of words by shifts, so that they lie in *planes*:
+
+    4 bits    one word holds a code of four code vectors: bits 0–3, 4–7, 8–11, 12–15
+    8 bits    one word holds two
+    6 bits    three words hold eight: two whole codes in each, and two more made up of what is left of the three
+    3 bits    three words hold sixteen: five whole codes in each, and one made up of the three bits that are left
+
+In general a *unit* of n vectors holds 16 n / b code vectors: each word ⌊16 / b⌋ whole codes from its lowest bit on, and
+the bits that are left at the top of the words, one after the other, the rest of the codes. No bit is wasted; a matrix
+is filled up to whole tiles and units only.
+
+Columns of a group of scales are filled up to whole units by themselves, so that no unit straddles two groups.
+
+Rejected: codes as they are packed in files (each row of a tile would need shifts of its own, and a horizontal sum at
+the end), and lanes along a row, for which a group's scale is a broadcast of its own in every row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+#: Rows of a tile; rows of a code vector.
+TILE_ROWS, VECTOR_ROWS = 64, 16
+#: Code vectors of a pair of columns.
+PAIR_VECTORS = TILE_ROWS // VECTOR_ROWS
+#: Words of a vector.
+VECTOR_WORDS = 32
+WORD_BITS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Bits that lie together: `num_bits` from bit `shift` of a word on are those of a code from `target` on."""
+
+    #: Which vector of the unit the word is in.
+    vector: int
+    shift: int
+    num_bits: int
+    target: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """The vectors that hold whole codes together."""
+
+    bits: int
+    #: Vectors of 32 words.
+    num_vectors: int
+    #: Of each code vector, the pieces that make up its codes.
+    codes: tuple[tuple[Piece, ...], ...]
+
+    @property
+    def repeats(self) -> int:
+        """Units that hold whole pairs of columns together."""
+        return max(1, PAIR_VECTORS // len(self.codes))
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of columns that so many units hold."""
+        return len(self.codes) * self.repeats // PAIR_VECTORS
+
+
+@cache
+def unit_of(bits: int) -> Unit:
+    """The unit of codes of 1 to 8 bits."""
+    num_whole, rest = divmod(WORD_BITS, bits)
+    num_vectors = 1
+    while rest * num_vectors % bits:
+        num_vectors += 1
+    codes: list[tuple[Piece, ...]] = [
+        (Piece(vector=vector, shift=bits * i, num_bits=bits, target=0),)
+        for vector in range(num_vectors)
+        for i in range(num_whole)
+    ]
+    left = [(vector, WORD_BITS - rest + i) for vector in range(num_vectors) for i in range(rest)]
+    codes += [_joined(left[i : i + bits]) for i in range(0, len(left), bits)]
+    return Unit(bits=bits, num_vectors=num_vectors, codes=tuple(codes))
+
+
+def _joined(places: list[tuple[int, int]]) -> tuple[Piece, ...]:
+    """The pieces of a code whose bits lie at these (vector, bit)."""
+    pieces = []
+    for vector in sorted({vector for vector, _ in places}):
+        of_vector = [i for i, (of, _) in enumerate(places) if of == vector]
+        first = of_vector[0]
+        pieces.append(Piece(vector=vector, shift=places[first][1], num_bits=len(of_vector), target=first))
+    return tuple(pieces)
+
+
+def unit_columns(bits: int) -> int:
+    """Columns that are filled up together: 2, 4 or 8."""
+    return 2 * unit_of(bits).num_pairs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """The sizes of a matrix of codes in tiles."""
+
+    rows: int
+    columns: int
+    bits: int
+    #: Columns under one scale; all of them without groups.
+    group_columns: int
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles, the last one filled up."""
+        return -(-self.rows // TILE_ROWS)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of a row."""
+        return -(-self.columns // self.group_columns)
+
+    @property
+    def group_pairs(self) -> int:
+        """Pairs of columns of every group but the last."""
+        return self._pairs(self.group_columns)
+
+    @property
+    def last_pairs(self) -> int:
+        """Pairs of columns of the last group."""
+        return self._pairs(self.columns - (self.num_groups - 1) * self.group_columns)
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of columns of a tile."""
+        return (self.num_groups - 1) * self.group_pairs + self.last_pairs
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a tile."""
+        return self.num_pairs * pair_bytes(self.bits)
+
+    @property
+    def column_places(self) -> npt.NDArray[np.int64]:
+        """Where each column lies among the columns of a tile: int64 [K]."""
+        columns = np.arange(self.columns)
+        return columns // self.group_columns * (2 * self.group_pairs) + columns % self.group_columns
+
+    def _pairs(self, columns: int) -> int:
+        step = unit_columns(self.bits)
+        return -(-columns // step) * step // 2
+
+
+def pair_bytes(bits: int) -> int:
+    """Bytes of a pair of columns of a tile."""
+    return 2 * TILE_ROWS * bits // 8
+
+
+# --- the definition, code by code -------------------------------------------------------------------------------------
+
+
+@cache
+def pieces_of(bits: int) -> npt.NDArray[np.int64]:
+    """Pieces of each code vector of a unit: int64 [code vectors, pieces, 4]; those of no bits are none."""
+    codes = unit_of(bits).codes
+    pieces = np.zeros((len(codes), max(map(len, codes)), 4), np.int64)
+    for i, code in enumerate(codes):
+        for j, piece in enumerate(code):
+            pieces[i, j] = piece.vector, piece.shift, piece.num_bits, piece.target
+    return pieces
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def _lay_tiles(stream, places, words, first, last, pieces, num_vectors, bits):  # type: ignore[no-untyped-def]
+    num_codes, num_pieces = pieces.shape[:2]
+    for tile in range(first, last):
+        for column in range(places.size):
+            for row in range(min(64, stream.shape[0] - tile * 64)):
+                bit = column * bits
+                byte = bit // 8
+                window = np.int64(stream[tile * 64 + row, byte])
+                if bit % 8 + bits > 8:
+                    window |= np.int64(stream[tile * 64 + row, byte + 1]) << 8
+                code = (window >> (bit % 8)) & ((1 << bits) - 1)
+                index = places[column] // 2 * 4 + row // 16
+                lane = row % 16 * 2 + places[column] % 2
+                for j in range(num_pieces):
+                    vector, shift, num_bits, target = pieces[index % num_codes, j]
+                    part = ((code >> target) & ((1 << num_bits) - 1)) << shift
+                    words[tile, index // num_codes * num_vectors + vector, lane] |= np.uint16(part)
+
+
+@njit(nogil=True, error_model="numpy", parallel=True, cache=True)
+def lay_tiles(stream, places, words, pieces, num_vectors, bits, num_threads):  # type: ignore[no-untyped-def]
+    """Codes to tiles. stream: uint8 [N, bytes] (`quantize/pack.py`); words: uint16 [tiles, vectors, 32], zeros."""
+    for thread in numba.prange(num_threads):
+        first, last = words.shape[0] * thread // num_threads, words.shape[0] * (thread + 1) // num_threads
+        _lay_tiles(stream, places, words, first, last, pieces, num_vectors, bits)
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def _collect_tiles(words, places, stream, first, last, pieces, num_vectors, bits):  # type: ignore[no-untyped-def]
+    num_codes, num_pieces = pieces.shape[:2]
+    for tile in range(first, last):
+        for column in range(places.size):
+            for row in range(min(64, stream.shape[0] - tile * 64)):
+                index = places[column] // 2 * 4 + row // 16
+                lane = row % 16 * 2 + places[column] % 2
+                code = np.int64(0)
+                for j in range(num_pieces):
+                    vector, shift, num_bits, target = pieces[index % num_codes, j]
+                    word = np.int64(words[tile, index // num_codes * num_vectors + vector, lane])
+                    code |= ((word >> shift) & ((1 << num_bits) - 1)) << target
+                bit = column * bits
+                byte = bit // 8
+                window = code << (bit % 8)
+                stream[tile * 64 + row, byte] |= np.uint8(window & 0xFF)
+                if window > 0xFF:
+                    stream[tile * 64 + row, byte + 1] |= np.uint8(window >> 8)
+
+
+@njit(nogil=True, error_model="numpy", parallel=True, cache=True)
+def collect_tiles(words, places, stream, pieces, num_vectors, bits, num_threads):  # type: ignore[no-untyped-def]
+    """Undo `lay_tiles`; stream: zeros."""
+    for thread in numba.prange(num_threads):
+        first, last = words.shape[0] * thread // num_threads, words.shape[0] * (thread + 1) // num_threads
+        _collect_tiles(words, places, stream, first, last, pieces, num_vectors, bits)
+
+
+def to_tiles(stream: npt.NDArray[np.uint8], tiles: Tiles, num_threads: int) -> npt.NDArray[np.uint8]:
+    """Codes of a matrix in tiles: uint8 [N, bytes of a row] → uint8 [tiles, bytes of a tile]."""
+    words = np.zeros((tiles.num_tiles, tiles.tile_bytes // 64, VECTOR_WORDS), np.uint16)
+    arguments = (pieces_of(tiles.bits), unit_of(tiles.bits).num_vectors, tiles.bits, num_threads)
+    lay_tiles(stream, tiles.column_places, words, *arguments)
+    return words.reshape(tiles.num_tiles, -1).view(np.uint8)
+
+
+def from_tiles(codes: npt.NDArray[np.uint8], tiles: Tiles, num_threads: int) -> npt.NDArray[np.uint8]:
+    """Undo `to_tiles`."""
+    words = codes.view(np.uint16).reshape(tiles.num_tiles, -1, VECTOR_WORDS)
+    stream = np.zeros((tiles.rows, -(-tiles.columns * tiles.bits // 8)), np.uint8)
+    arguments = (pieces_of(tiles.bits), unit_of(tiles.bits).num_vectors, tiles.bits, num_threads)
+    collect_tiles(words, tiles.column_places, stream, *arguments)
+    return stream
+
+
+def constant(number: int) -> Any:
+    """A number that kernels are compiled for: Numba tells types apart, and its length is part of a tuple's type."""
+    return (None,) * number
