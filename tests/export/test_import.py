@@ -19,6 +19,7 @@ from bitwright.export.imported_plan import ProofText, plan_of
 from bitwright.export.importer import look, raise_if_refused, without_refused
 from bitwright.inference import apply
 from bitwright.models.loaded import LoadedModel
+from bitwright.models.sites import site_weight
 from bitwright.plan import Plan, load_plan, write_plan
 from bitwright.quantize import SCHEMES
 
@@ -227,6 +228,23 @@ def test_parts_of_a_fused_matrix_are_cut_out_of_it(
     planned = apply(plan, reference)
     for name, expected in values.items():
         assert torch.equal(planned.get_submodule(name).weight, expected), name
+
+
+def test_experts_are_found_under_the_names_of_their_checkpoint(
+    make_tiny_folder: Callable[..., Path], text: ProofText, tmp_path: Path
+) -> None:
+    reference = models.load(make_tiny_folder("mixtral"))
+    values = foreign.write(tmp_path / "model", make_tiny_folder("mixtral"), _GPTQ, foreign.gptq())
+    found = look(tmp_path / "model", reference)
+    raise_if_refused(found)
+    planned = apply(plan_of(found, reference, text), reference)
+    parts = {"w1": "gate_up[gate]", "w3": "gate_up[up]", "w2": "down"}  # Mixtral: silu(w1 x) · w3 x, then w2
+    sites = {site.name: site for site in found.sites}
+    of_experts = [name for name in values if ".experts." in name]
+    assert len(of_experts) == 2 * 4 * 3
+    for name in of_experts:
+        expert, _, part = name.replace("block_sparse_moe", "mlp").rpartition(".")
+        assert torch.equal(site_weight(planned, sites[f"{expert}.{parts[part]}"]), values[name]), name
 
 
 def test_layers_may_be_stored_in_several_ways(

@@ -24,7 +24,8 @@ Quantizer = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]
 
 
 def linear_names(tensors: Mapping[str, Tensor]) -> list[str]:
-    return [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
+    """Matrices of layers: also those of experts, which checkpoints call w1, w2 and w3."""
+    return [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight") or ".experts." in name]
 
 
 def write(

@@ -40,6 +40,7 @@ from bitwright.quantize.granularity import TENSOR
 from bitwright.quantize.scheme import TensorScheme
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+")
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -177,20 +178,25 @@ def _take_plain(site: Site, stored_NK: Tensor, weight_NK: Tensor, transform: Fit
 
 
 def _module_of(site: Site, contents: Contents) -> str:
-    """The checkpoint's module of a site: of its parameter's name, or an expert's of the same layer and role."""
+    """The checkpoint's module of a site: of its parameter's name, else the one of its layer, expert and role.
+
+    transformers renames some modules and joins experts; the names that checkpoints have tell the same by their parts.
+    """
     own = site.parameter.removesuffix(".weight")
-    if site.expert is None:
+    if own in contents.coded or site.parameter in contents.plain:
         return own
-    layer = site.module.partition(".layers.")[2].partition(".")[0]
     fitting = [
         name
         for name in (*contents.coded, *(parameter.removesuffix(".weight") for parameter in contents.plain))
-        if (found := _EXPERT.search(name)) is not None
-        and int(found.group()) == site.expert
-        and f".layers.{layer}." in name
-        and role_of(name) == site.role
+        if (_number(_LAYER, name), _number(_EXPERT, name)) == (_number(_LAYER, site.module), site.expert)
+        if role_of(name) == site.role
     ]
     return fitting[0] if len(fitting) == 1 else own
+
+
+def _number(pattern: re.Pattern[str], name: str) -> int | None:
+    found = pattern.search(name)
+    return None if found is None else int(found.group())
 
 
 def _rows_of(stored: Tensor, site: Site) -> Tensor:

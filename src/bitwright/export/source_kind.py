@@ -60,9 +60,13 @@ SOURCES: Catalog[Source] = Catalog(
 
 
 def plain_tensors(checkpoint: Checkpoint, reference: LoadedModel) -> dict[str, Callable[[], Tensor]]:
-    """Tensors that have the name of one of the reference's parameters."""
+    """Tensors that have the name of one of the reference's parameters, or might be one under another name."""
     names = {name for name, _ in reference.model.named_parameters()}
-    return {name: _reader(checkpoint, name) for name in checkpoint.tensors if name in names}
+    return {
+        name: _reader(checkpoint, name)
+        for name in checkpoint.tensors
+        if name in names or name.endswith((".weight", ".bias"))
+    }
 
 
 def _reader(checkpoint: Checkpoint, name: str) -> Callable[[], Tensor]:
