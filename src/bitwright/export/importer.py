@@ -188,14 +188,19 @@ def _module_of(site: Site, contents: Contents) -> str:
     fitting = [
         name
         for name in (*contents.coded, *(parameter.removesuffix(".weight") for parameter in contents.plain))
-        if (_number(_LAYER, name), _number(_EXPERT, name)) == (_number(_LAYER, site.module), site.expert)
-        if role_of(name) == site.role
+        if (_layer_of(name), _expert_of(name), role_of(name)) == (_layer_of(site.module), site.expert, site.role)
     ]
     return fitting[0] if len(fitting) == 1 else own
 
 
-def _number(pattern: re.Pattern[str], name: str) -> int | None:
-    found = pattern.search(name)
+def _layer_of(name: str) -> str | None:
+    """`model.layers.3` of a module of that layer."""
+    found = _LAYER.search(name)
+    return None if found is None else name[: found.end()]
+
+
+def _expert_of(name: str) -> int | None:
+    found = _EXPERT.search(name)
     return None if found is None else int(found.group())
 
 
