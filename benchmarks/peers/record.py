@@ -49,6 +49,7 @@ class Stopwatch:
             "wall_s": time.perf_counter() - self._begin_wall,
             "cpu_s": _cpu_s() - self._begin_cpu,
             "peak_memory_gib": _peak_gib(),
+            "threads": torch.get_num_threads(),
         }
 
 

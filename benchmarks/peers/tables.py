@@ -58,7 +58,8 @@ def _kl(run: dict[str, Any]) -> str:
 
 
 def _seconds(run: dict[str, Any]) -> str:
-    return f"{run['times']['cpu_s']:.0f} ({run['times']['wall_s']:.0f})"
+    alone = ", one thread" if run["times"].get("threads") == 1 else ""
+    return f"{run['times']['cpu_s']:.0f} ({run['times']['wall_s']:.0f}{alone})"
 
 
 def _grid(title: str, runs: list[dict[str, Any]], cell: Any) -> str:
