@@ -25,11 +25,11 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "bitwright-peers"
 
 
-def python_of(peer: str | None) -> Path:
+def python_of(peer: str | None, folder_of_requirements: Path = HERE) -> Path:
     """The interpreter of a peer's environment, which is made where it is missing or outdated; None: this one."""
     if peer is None:
         return Path(sys.executable)
-    requirements = HERE / f"requirements-{peer}.txt"
+    requirements = folder_of_requirements / f"requirements-{peer}.txt"
     digest = hashlib.sha256(requirements.read_bytes()).hexdigest()
     folder = cache_folder() / f"venv-{peer}"
     python, stamp = folder / "bin" / "python", folder / "requirements.sha256"

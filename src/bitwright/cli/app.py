@@ -13,6 +13,7 @@ import typer
 
 from bitwright.cli import (
     compare,
+    export,
     formats,
     formats_compare,
     formats_histogram,
@@ -48,6 +49,7 @@ def create_app() -> typer.Typer:
     app.command("verify")(verify.verify_command)
     app.command("compare")(compare.compare_command)
     app.command("show")(show.show_command)
+    app.command("export")(export.export_command)
     app.command("import")(import_.import_command)
     app.add_typer(_create_formats_app(), name="formats")
     app.command("schemes")(schemes.schemes_command)

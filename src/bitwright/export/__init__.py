@@ -1,7 +1,16 @@
 """Hand a plan to the engines that people use: one target a file. What can be refused is, before a file is written."""
 
-from bitwright.export.driver import ExportReport, Findings, Refused, examine, export
+from bitwright.export.driver import (
+    ExportReport,
+    Findings,
+    Refused,
+    examine,
+    export,
+    raise_if_refused,
+    supported_schemes,
+)
 from bitwright.export.exporter import EXPORTERS, Exporter
+from bitwright.export.site_names import spell_sites
 from bitwright.export.source import ExportSource, SiteWeight, open_source
 
 __all__ = [
@@ -15,4 +24,7 @@ __all__ = [
     "examine",
     "export",
     "open_source",
+    "raise_if_refused",
+    "spell_sites",
+    "supported_schemes",
 ]

@@ -34,6 +34,9 @@ from bitwright.quantize.catalogs import VALUE_SCHEMES
 from bitwright.quantize.scheme import Scheme
 from bitwright.quantize.value_scheme import ValueScheme
 
+#: Role and part of the value site that examples of caches are.
+_CACHE = ("kv_cache", "k_cache")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
@@ -98,6 +101,13 @@ def examine(plan: Plan, to: str, *, engine: str | None = None) -> Findings:
     )
 
 
+def raise_if_refused(plan: Plan, to: str, *, engine: str | None = None) -> Findings:
+    """Raise ExportError, naming every site and its reason, if something stands against an export; see `examine`."""
+    findings = examine(plan, to, engine=engine)
+    _raise_if_refused(findings, len(plan.sites))
+    return findings
+
+
 def export(
     plan: Plan,
     model: LoadedModel,
@@ -128,8 +138,7 @@ def export(
     target = Path(os.path.realpath(out))
     raise_if_not_new(target)
     exporter = EXPORTERS[to]
-    findings = examine(plan, to, engine=engine)
-    _raise_if_refused(findings, len(plan.sites))
+    findings = raise_if_refused(plan, to, engine=engine)
     source = open_source(
         plan,
         model,
@@ -154,6 +163,23 @@ def export(
         dtype=str(source.dtype).removeprefix("torch."),
         dtype_reason=source.dtype_reason,
         notes=notes,
+    )
+
+
+def supported_schemes(to: str, engine: str | None = None) -> tuple[str, ...]:
+    """Schemes of weights, and of caches, that an exporter can write for an engine at a large matrix of an MLP.
+
+    Args:
+        to: name of an exporter.
+        engine: one of those that load what it writes; None: whatever the checkpoint holds.
+    """
+    exporter = EXPORTERS[to]
+    asked: dict[str, Scheme | ValueScheme] = {name: scheme for name, scheme in SCHEMES.items() if scheme.weights}
+    if exporter.engines:  # what no engine loads keeps no cache
+        asked |= {name: s for name, s in VALUE_SCHEMES.items() if s.fits(*_CACHE) and s.values.scaling is not None}
+    rules = None if engine is None else get_engine(engine)
+    return tuple(
+        name for name, scheme in asked.items() if _site_reason(_example(scheme), scheme, exporter, rules) is None
     )
 
 
@@ -212,13 +238,40 @@ def _site_reasons(plan: Plan, exporter: Exporter, engine: Engine | None) -> Iter
     for choice in plan.sites:
         if choice.scheme == "as_loaded":
             continue
-        scheme: Scheme | ValueScheme
         scheme = SCHEMES[choice.scheme] if choice.kind == "weight" else VALUE_SCHEMES[choice.scheme]
-        reason = exporter.why_not(choice, scheme)
-        if reason is None and engine is not None:
-            reason = why_not(choice, scheme, engine=engine, transform=TRANSFORMS[choice.transform])
+        reason = _site_reason(choice, scheme, exporter, engine)
         if reason is not None:
             yield choice, reason
+
+
+def _site_reason(
+    choice: SiteChoice, scheme: Scheme | ValueScheme, exporter: Exporter, engine: Engine | None
+) -> str | None:
+    reason = exporter.why_not(choice, scheme)
+    if reason is None and engine is not None:
+        reason = why_not(choice, scheme, engine=engine, transform=TRANSFORMS[choice.transform])
+    return reason
+
+
+def _example(scheme: Scheme | ValueScheme) -> SiteChoice:
+    """A choice of a scheme at a site that asks for nothing special."""
+    is_weight = isinstance(scheme, Scheme)
+    return SiteChoice(
+        name="layers.0.mlp.up_proj" if is_weight else "layers.0.self_attn:k_cache",
+        kind="weight" if is_weight else "state",
+        role="mlp.up" if is_weight else _CACHE[0],
+        module="layers.0.mlp.up_proj" if is_weight else "layers.0.self_attn",
+        rows=None,
+        tied_group=None,
+        shape=(4096, 4096) if is_weight else (8, 128),
+        scheme=scheme.name,
+        rounding="rtn",
+        transform="none",
+        reason="an example",
+        bytes=0,
+        bits=0,
+        predicted_kl=0,
+    )
 
 
 def _tie_reasons(plan: Plan, engine: Engine | None) -> Iterable[tuple[SiteChoice, str]]:

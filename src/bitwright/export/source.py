@@ -22,10 +22,13 @@ Legend: N rows (out_features), K columns (in_features).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +50,9 @@ from bitwright.quantize.scheme import Scheme, TensorScheme
 PLAIN_DTYPES: Mapping[str, torch.dtype] = {
     name: dtype for dtype, name in DTYPE_FORMATS.items() if name in ("fp16", "bf16", "fp32")
 }
-#: Engines compute in this where a checkpoint does not say otherwise.
-_USUAL = "bf16"
+#: Tokens that a model is run on to see how large its values become, and how much larger they may be on other text.
+_NUM_TOKENS = 8
+_HEADROOM = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -157,11 +161,11 @@ class ExportSource:
             if replaced is not None and name in replaced:
                 tensor = replaced[name]
             elif name in plain:
-                tensor = self._rounded(name)
+                tensor = self.parameter_values(name)
             yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
-    def _rounded(self, parameter: str) -> Tensor:
-        """A parameter of sites under plain formats, fp32, in the shape that it is stored in."""
+    def parameter_values(self, parameter: str) -> Tensor:
+        """A parameter whose sites have the values that the plan gives them, fp32, in the shape that it is stored in."""
         copy = self.model.get_parameter(parameter).detach().clone()
         for site in (site for site in self.sites if site.parameter == parameter):
             part = copy if site.expert is None else copy[site.expert]
@@ -212,6 +216,9 @@ def open_source(
 def choose_dtype(loaded: LoadedModel, asked: str | None) -> tuple[torch.dtype, str]:
     """The dtype of what has no codes, and why.
 
+    A checkpoint of plain numbers keeps its dtype. One that is stored in blocks (GGUF) has none; it gets fp16, which
+    holds the scales of most schemes exactly, unless what the model computes comes near the end of that range.
+
     Raises:
         PlanError: `asked` is no plain dtype.
     """
@@ -225,8 +232,26 @@ def choose_dtype(loaded: LoadedModel, asked: str | None) -> tuple[torch.dtype, s
     usual = max(weights_in, key=lambda name: weights_in[name])
     if usual in PLAIN_DTYPES:
         return PLAIN_DTYPES[usual], f"as most of the checkpoint is stored ({usual})"
-    bits = formats.FORMATS[_USUAL].bits
-    return PLAIN_DTYPES[_USUAL], f"{_USUAL}: the checkpoint is stored in {usual}, and engines compute in {bits} bits"
+    largest = _largest_value(loaded.model)
+    seen = f"the checkpoint is stored in {usual}, and what the model computes reaches {largest:.3g} in a short run"
+    if largest * _HEADROOM <= float(formats.FORMATS["fp16"].max):
+        return torch.float16, f"{seen}: fp16 holds it"
+    return torch.bfloat16, f"{seen}: too near to the end of fp16"
+
+
+def _largest_value(model: nn.Module) -> float:
+    """The largest magnitude among the outputs of all modules, in a run on a few tokens; Inf where it is no number."""
+    seen: list[float] = []
+
+    def note(_: nn.Module, __: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point() and output.numel():
+            seen.append(float(output.abs().amax().nan_to_num(nan=math.inf)))
+
+    with ExitStack() as stack, torch.no_grad():
+        for module in model.modules():
+            stack.callback(module.register_forward_hook(note).remove)
+        model(input_ids=torch.arange(_NUM_TOKENS).unsqueeze(0))
+    return max(seen, default=math.inf)
 
 
 def raise_if_other_model(plan: Plan, loaded: LoadedModel, sites: Sequence[Site]) -> None:

@@ -1,0 +1,78 @@
+"""Asks the real vLLM; runs in vLLM's environment, and knows nothing of bitwright.
+
+    python vllm_runner.py request.json answer.json
+
+request: {"model": folder, "dtype": …, "texts": [[token id, …], …], "prompts": [[token id, …], …], "new_tokens": n}
+answer: {"logprobs": per text, one a token but the first; "greedy": token ids per prompt; "kernels": log lines that name
+them; "load_s", "decode_tokens_per_s": of the greedy texts, one at a time}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# read when vllm is imported: small cache, no second process, no thread binding on small machines
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+from vllm import LLM, SamplingParams
+
+
+class _Kept(logging.Handler):
+    """Log lines that say which kernel runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if "Kernel" in text and text not in self.lines:
+            self.lines.append(text)
+
+
+def main() -> None:
+    """Answer one request."""
+    request: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    kept = _Kept()
+    logging.getLogger("vllm").addHandler(kept)
+    start = time.perf_counter()
+    length = max(map(len, [*request["texts"], *request["prompts"]])) + request["new_tokens"] + 1
+    llm = LLM(model=request["model"], dtype=request["dtype"], enforce_eager=True, max_model_len=length, max_num_seqs=8)
+    load_s = time.perf_counter() - start
+    scored = llm.generate(
+        [{"prompt_token_ids": ids} for ids in request["texts"]],
+        SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0),
+        use_tqdm=False,
+    )
+    logprobs = [
+        [entry[token].logprob for token, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+        for ids, output in zip(request["texts"], scored, strict=True)
+    ]
+    greedy: list[list[int]] = []
+    decode_s = 0.0
+    for ids in request["prompts"]:
+        params = SamplingParams(temperature=0, max_tokens=request["new_tokens"], ignore_eos=True)
+        start = time.perf_counter()
+        (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+        decode_s += time.perf_counter() - start
+        greedy.append(list(output.outputs[0].token_ids))
+    answer = {
+        "logprobs": logprobs,
+        "greedy": greedy,
+        "kernels": kept.lines,
+        "load_s": load_s,
+        "decode_tokens_per_s": sum(map(len, greedy)) / decode_s if greedy else None,
+    }
+    Path(sys.argv[2]).write_text(json.dumps(answer), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""``bitwright export PLAN --to … --out DIR``: write a plan as the checkpoint of an engine.
+
+``--list`` writes nothing: it says what there is to export to, and for a plan what stands against each.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from bitwright.cli.progress import Bars
+from bitwright.cli.table import new_console, new_table, print_rows, print_table
+from bitwright.cli.usage import UsageMistake
+from bitwright.plan import Plan, load_plan
+from bitwright.report.units import spell_bytes
+
+
+def export_command(
+    plan: Annotated[Path | None, typer.Argument(metavar="PLAN", help="A plan folder.", show_default=False)] = None,
+    to: Annotated[
+        str | None, typer.Option(metavar="TARGET", help="What to write: one of --list.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to: a folder that is not there yet.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The model, where it no longer lies where it was planned.")
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="ENGINE", help="Whose rules hold; default: the plan's own, else the target's first."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="fp16|bf16|fp32", help="Of all that has no codes; default: that of the checkpoint."),
+    ] = None,
+    list_targets: Annotated[
+        bool, typer.Option("--list", help="Say what there is to export to, and what stands against it; write nothing.")
+    ] = False,
+) -> None:
+    """Write a plan as the checkpoint of an engine.
+
+    Whatever the target or its engine cannot express is refused, site by site, before a file is written.
+    """
+    if list_targets:
+        _list(None if plan is None else load_plan(plan), engine)
+        return
+    missing = [name for name, value in (("PLAN", plan), ("--to", to), ("--out", out)) if value is None]
+    if plan is None or to is None or out is None:
+        raise UsageMistake(f"{' and '.join(missing)} missing; or ask what there is: bitwright export --list")
+    _export(load_plan(plan), to, out, model, engine, dtype)
+
+
+def _export(plan: Plan, to: str, out: Path, model: str | None, engine: str | None, dtype: str | None) -> None:
+    from bitwright.export import EXPORTERS, export, raise_if_refused
+    from bitwright.export.driver import raise_if_not_new
+    from bitwright.inference.planned_model import open_model
+
+    EXPORTERS[to]  # an unknown name, a folder that is there and a refusal are told before anything is loaded
+    raise_if_not_new(out)
+    raise_if_refused(plan, to, engine=engine)
+    with Bars() as bars:
+        with bars.waiting("loading the model"):
+            loaded, sites = open_model(plan, model)
+        with bars.waiting(f"writing {to}"):
+            report = export(plan, loaded, to, out, engine=engine, dtype=dtype, sites=sites)
+    console = new_console(highlight=False)
+    rows = [
+        ("written", str(report.folder)),
+        *(() if report.engine is None else (("for", f"{report.engine} ({report.engine_reason})"),)),
+        ("dtype", f"{report.dtype} ({report.dtype_reason})"),
+        ("size", f"{spell_bytes(sum(report.files.values()))} in {len(report.files)} files"),
+    ]
+    print_rows(console, rows)
+    for note in report.notes:
+        console.print(Text(note, style="dim"))
+
+
+def _list(plan: Plan | None, engine: str | None) -> None:
+    from bitwright.export import EXPORTERS, supported_schemes
+
+    console = new_console(highlight=False)
+    if plan is not None:
+        _list_for(console, plan, engine)
+        return
+    table = new_table(("target", False), ("loaded by", False), ("what is written", False))
+    for name, exporter in EXPORTERS.items():
+        table.add_row(Text(name), Text(", ".join(exporter.engines)), Text(exporter.description))
+    print_table(console, table)
+    for name, exporter in EXPORTERS.items():
+        console.print()
+        for loader in exporter.engines or (None,):
+            schemes = supported_schemes(name, loader)
+            console.print(Text(name if loader is None else f"{name} for {loader}", style="bold"))
+            console.print(Padding(Text(", ".join(schemes) or "nothing"), (0, 0, 0, 2)))
+
+
+def _list_for(console: Console, plan: Plan, engine: str | None) -> None:
+    from bitwright.export import EXPORTERS, examine, spell_sites
+
+    for name, exporter in EXPORTERS.items():
+        loader = engine if engine in exporter.engines else None
+        findings = examine(plan, name, engine=loader)
+        title = Text(name, style="bold")
+        if findings.engine is not None:
+            title.append(f" for {findings.engine} ({findings.engine_reason})", style="dim")
+        console.print(title)
+        if not findings.refused:
+            console.print(Padding(Text("can be written", style="green"), (0, 0, 0, 2)))
+        for item in findings.refused:
+            console.print(Padding(Text(item.reason, style="red"), (0, 0, 0, 2)))
+            if item.sites:
+                console.print(Padding(Text(f"{len(item.sites)} sites: {spell_sites(item.sites)}"), (0, 0, 0, 4)))
+    console.print(Text("What only the model shows (fused weights, norms) is looked at when it is loaded.", style="dim"))
