@@ -22,7 +22,7 @@ import numba
 import numpy as np
 from numba import njit
 
-from bitwright.quantize.backends.cpu.matmul_lanes import expand_pairs, multiply_pairs, widen_groups
+from bitwright.quantize.backends.cpu.matmul_lanes import add_offsets, expand_pairs, multiply_pairs, widen_groups
 from bitwright.quantize.backends.cpu.matmul_layout import TILE_ROWS, constant
 
 #: Columns of x that are multiplied together, where there are several.
@@ -64,20 +64,6 @@ def _spread_groups(source, tile, sizes, out, unit):  # type: ignore[no-untyped-d
             out[group * TILE_ROWS + i] = np.float32(source[row * sizes.num_groups + group]) * unit
 
 
-@njit(nogil=True, error_model="numpy")
-def _add_offsets(totals, sums, scales, offsets, sizes):  # type: ignore[no-untyped-def]
-    """totals[m, row] += Σ_g offset[g, row] · sums[m, g]."""
-    if sizes.has_zero_points:
-        for i in range(sizes.num_groups * TILE_ROWS):
-            offsets[i] = -offsets[i] * scales[i]
-    for m in range(sums.shape[0]):
-        of_column = totals[m * TILE_ROWS : (m + 1) * TILE_ROWS]
-        for group in range(sizes.num_groups):
-            x, of_group = sums[m, group], offsets[group * TILE_ROWS : (group + 1) * TILE_ROWS]
-            for row in range(TILE_ROWS):
-                of_column[row] += of_group[row] * x
-
-
 @njit(nogil=True, error_model="numpy", cache=True)
 def multiply_tiles(  # type: ignore[no-untyped-def]
     codes, x, out, scales, offsets, sums, first, last, factor, tables, sizes, bits, mirrored, scale_bits, offset_bits,
@@ -93,7 +79,7 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
     table, scale_table, offset_table = tables
     unit = np.float32(sizes.scale_unit)
     num_blocks, num_pairs, block_columns = x.shape
-    flat_x = x.reshape(-1)
+    flat_x, flat_sums = x.reshape(-1), sums.reshape(-1)
     totals = np.empty(num_blocks * block_columns * TILE_ROWS, np.float32)
     of_scales = np.empty((sizes.num_groups + _FILLED) * TILE_ROWS, np.float32)
     of_offsets = np.empty((sizes.num_groups + _FILLED) * TILE_ROWS, np.float32)
@@ -135,7 +121,11 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
                 _spread_groups(offsets, tile, sizes, of_offsets, np.float32(1.0))
             else:
                 widen_groups(offsets, tile, sizes.num_groups, offset_table, of_offsets, np.float32(1.0), offset_bits)
-            _add_offsets(totals, sums, of_scales, of_offsets, sizes)
+            if sizes.has_zero_points:
+                for i in range(sizes.num_groups * TILE_ROWS):
+                    of_offsets[i] = -of_offsets[i] * of_scales[i]
+            for m in range(sums.shape[0]):
+                add_offsets(totals, m * TILE_ROWS, of_offsets, flat_sums, m * sizes.num_groups, sizes.num_groups)
         for m in range(out.shape[0]):
             for row in range(tile * TILE_ROWS, min((tile + 1) * TILE_ROWS, sizes.rows)):
                 out[m, row] = totals[(m - tile) * TILE_ROWS + row] * factor[0]

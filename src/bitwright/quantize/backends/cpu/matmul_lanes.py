@@ -334,3 +334,31 @@ def widen_groups(
     is_bytes = source.dtype == types.uint8
     signature = types.void(source, types.intp, types.intp, table, out, types.float32, bits)
     return signature, codes if is_bytes else numbers
+
+
+@intrinsic(prefer_literal=True)
+def add_offsets(
+    typing_context: Any, totals: Any, totals_position: Any, offsets: Any, sums: Any, sums_position: Any, num_groups: Any
+) -> Any:
+    """totals[row] += Σ_g offsets[g, row] · sums[g], for the 64 rows of a tile; all fp32."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        totals_, at_totals, offsets_, sums_, at_sums, num_groups_ = args
+        totals_type, offsets_type, sums_type = (signature.args[i] for i in (0, 2, 3))
+        places = [
+            pointer(context, builder, totals_type, totals_, builder.add(at_totals, _at(VECTOR_ROWS * i)), _SUMS)
+            for i in range(PAIR_VECTORS)
+        ]
+        added = [cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in places]
+        with cgutils.for_range_slice(builder, _at(0), num_groups_, _at(1), I64) as (group, _):
+            x = builder.load(pointer(context, builder, sums_type, sums_, builder.add(at_sums, group), F32))
+            both = splat(builder, x, _SUMS)
+            for i, total in enumerate(added):
+                at = builder.add(builder.mul(group, _at(TILE_ROWS)), _at(VECTOR_ROWS * i))
+                offset = load_in_order(context, builder, offsets_type, offsets_, at, VECTOR_ROWS)
+                builder.store(fma(builder, offset, both, builder.load(total)), total)
+        for place, total in zip(places, added, strict=True):
+            builder.store(builder.load(total), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(totals, types.intp, offsets, sums, types.intp, types.intp), emit

@@ -44,8 +44,8 @@ def why_no_table(number: Format) -> str | None:
         return f"codes of {number.bits} bits are not expanded in registers, those of 1 to 6 and of 8 are"
     parts = _parts(number)
     if len(parts) > 1 and number.bits == _BYTE_TABLE_BITS:
-        return f"bf16 does not hold the values of {number.name}, and tables of 256 take one register file each"
-    magnitudes = np.abs(parts[parts != 0])
+        return f"bf16 does not hold the values of {number.name}, and three tables of 256 leave no registers"
+    magnitudes = np.abs(parts[np.isfinite(parts) & (parts != 0)])
     if magnitudes.size and magnitudes.min() < _SMALLEST:
         return f"{number.name} has values below 2^-126, which products of bf16 take for zero"
     return None
