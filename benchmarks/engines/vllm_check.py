@@ -11,8 +11,13 @@ Every case is exported to compressed-tensors, loaded by vLLM on the CPU in an en
     greedy      vLLM's greedy text is ours until the first place where our two best logits are closer than 0.05
     perplexity  of both, on the same tokens
 
-vLLM computes in the dtype of the checkpoint: `--dtype` says which. In bf16 its own rounding is part of the difference:
-the row "bf16" is the model without any codes.
+Where inputs are rounded, no two programs agree so far: an input that lies on the edge between two codes falls to either
+side, and the next layer's inputs have moved by a whole step. So `apply` is also held against itself with its embeddings
+nudged by one part in ten million, the last bit of fp32: what that alone moves is the plan's own *resolution*, and vLLM
+is expected within it.
+
+vLLM computes in the dtype of the checkpoint: `--dtype` says which. Its rounding is part of the difference too: the row
+"plain" is the model without any codes. Kernels that it lacks on a CPU are its own words in the row.
 """
 
 from __future__ import annotations
@@ -47,13 +52,17 @@ import machine  # noqa: E402
 MAX_LOGPROB_DIFFERENCE = 0.02
 #: Our two best logits: closer than this, either may be first.
 TIE = 0.05
+#: Relative change of the embeddings that measures a plan's resolution, and on how many texts.
+NUDGE, NUM_NUDGED = 1e-7, 4
+#: What vLLM may differ by, in units of that resolution.
+RESOLUTIONS = 1.25
 NUM_TEXTS, TEXT_TOKENS = 12, 128
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 16, 32
 RESULTS = HERE.parent / "results" / "vllm.json"
 
 #: Case → site → scheme.
 CASES: dict[str, Callable[[Site], str]] = {
-    "bf16": lambda site: "as_loaded",
+    "plain": lambda site: "as_loaded",
     "int4_g64": lambda site: "int4_g64",
     "int4_g32_zp": lambda site: "int4_g32_zp",
     "int8_w": lambda site: "int8_w",
@@ -62,7 +71,8 @@ CASES: dict[str, Callable[[Site], str]] = {
     "int8": lambda site: "int8",
     # blocks of 128 rows do not divide q and k of the built-in model, which vLLM computes in one matrix with v
     "fp8_block": lambda site: "fp8" if site.role in ("attn.q", "attn.k", "attn.v") else "fp8_block",
-    "mixed": lambda site: "fp8" if ".0." in site.name else "int8" if site.role == "mlp.down" else "int4_g64",
+    "mixed": lambda site: "as_loaded" if ".0." in site.name else "int4_g32_zp" if "mlp" in site.name else "int4_g64",
+    "mixed_w8a8": lambda site: "fp8" if ".0." in site.name else "int8" if site.role == "mlp.down" else "int4_g64",
     "mxfp4": lambda site: "mxfp4",
 }
 
@@ -80,7 +90,7 @@ def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     asked.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     asked.add_argument("--plan", type=Path, action="append", default=[], help="a plan folder; may be repeated")
-    asked.add_argument("--dtype", action="append", help="bf16, fp16 or fp32; may be repeated; default bf16 and fp32")
+    asked.add_argument("--dtype", action="append", help="bf16, fp16 or fp32; may be repeated; default fp16")
     asked.add_argument("--results", type=Path, help="write the rows there as JSON")
     args = asked.parse_args()
     python = environments.python_of("vllm", HERE)
@@ -89,7 +99,7 @@ def main() -> None:
     plans |= {str(path): load_plan(path) for path in args.plan}
     rows = []
     for name, plan in plans.items():
-        for dtype in args.dtype or ["bf16", "fp32"]:
+        for dtype in args.dtype or ["fp16"]:
             row = {"case": name, "dtype": dtype, **check(plan, loaded, dtype, python)}
             rows.append(row)
             print(spell(row), flush=True)
@@ -115,8 +125,11 @@ def check(plan: Plan, loaded: LoadedModel, dtype: str, python: Path) -> dict[str
     agreed, first = zip(
         *(greedy_agrees(planned, p, new) for p, new in zip(text.prompts, answer["greedy"], strict=True)), strict=True
     )
+    again = nudged(planned, text.texts[:NUM_NUDGED])
+    resolution = torch.cat([(a - b).abs() for a, b in zip(ours[:NUM_NUDGED], again, strict=True)])
     return {
         "logprob_difference": float(differences.mean()),
+        "resolution": float(resolution.mean()),
         "logprob_difference_max": float(differences.max()),
         "perplexity": math.exp(-float(torch.cat(ours).mean())),
         "perplexity_vllm": math.exp(-float(torch.cat(theirs).mean())),
@@ -132,11 +145,13 @@ def spell(row: dict[str, Any]) -> str:
     """A row as people read it."""
     if "error" in row:
         return f"{row['case']:12} {row['dtype']:5} vLLM refuses: {row['error']}"
-    verdict = row["logprob_difference"] <= MAX_LOGPROB_DIFFERENCE and all(row["greedy_agrees"])
+    as_close = row["logprob_difference"] <= MAX_LOGPROB_DIFFERENCE and all(row["greedy_agrees"])
+    within = row["logprob_difference"] <= RESOLUTIONS * row["resolution"]
+    verdict = "ok" if as_close else "ok, within the plan's own resolution" if within else "DIFFERS"
     return (
-        f"{row['case']:12} {row['dtype']:5} |Δ log p| {row['logprob_difference']:.4f} (max "
-        f"{row['logprob_difference_max']:.2f})  perplexity {row['perplexity']:.3f} vLLM {row['perplexity_vllm']:.3f}  "
-        f"greedy {row['greedy_agrees']} over {row['greedy_tokens_compared']}  {'ok' if verdict else 'DIFFERS'}"
+        f"{row['case']:12} {row['dtype']:5} |Δ log p| {row['logprob_difference']:.4f} (own resolution "
+        f"{row['resolution']:.4f})  perplexity {row['perplexity']:.3f}, vLLM {row['perplexity_vllm']:.3f}  greedy "
+        f"{sum(row['greedy_agrees'])} of {len(row['greedy_agrees'])} over {row['greedy_tokens_compared']}  {verdict}"
     )
 
 
@@ -156,6 +171,19 @@ def logprobs(model: nn.Module, ids: list[int]) -> Tensor:
     tokens = torch.tensor([ids])
     logits = model(input_ids=tokens).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+
+
+def nudged(model: nn.Module, texts: list[list[int]]) -> list[Tensor]:
+    """`logprobs` of texts with every embedding changed by about the last bit of fp32."""
+    embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+    generator = torch.Generator().manual_seed(0)
+    hook = embedding.register_forward_hook(
+        lambda _, __, output: output * (1 + NUDGE * torch.randn(output.shape, generator=generator))
+    )
+    try:
+        return [logprobs(model, ids) for ids in texts]
+    finally:
+        hook.remove()
 
 
 @torch.no_grad()

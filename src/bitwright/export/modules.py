@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bitwright.export.source import ExportSource, SiteWeight
 from bitwright.plan.rules import ties
@@ -74,6 +74,11 @@ def coded_modules(source: ExportSource) -> tuple[CodedModule, ...]:
         CodedModule(name=name, weights=tuple(sorted(weights, key=lambda weight: weight.site.rows or (0, 0))))
         for name, weights in grouped.items()
     )
+
+
+def linear_modules(model: nn.Module) -> set[str]:
+    """Every linear module, by its name: what a target of class "Linear" would mean."""
+    return {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
 def module_reasons(source: ExportSource) -> dict[str, str]:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from bitwright import formats
 from bitwright.export.folding import fold_factors
-from bitwright.export.modules import CodedModule, coded_modules, module_reasons, shared_scale_reasons
+from bitwright.export.modules import CodedModule, coded_modules, linear_modules, module_reasons, shared_scale_reasons
 from bitwright.export.source import ExportSource
 from bitwright.export.written_folder import ShardWriter, as_stored, write_model_files
 from bitwright.formats import IntFormat
@@ -265,7 +265,7 @@ def _config(source: ExportSource, modules: Sequence[CodedModule]) -> dict[str, A
             f"group_{index}": _group(name, members, layouts[name])
             for index, (name, members) in enumerate(groups.items())
         },
-        "ignore": sorted(_linear_modules(source) - {module.name for module in modules}),
+        "ignore": sorted(linear_modules(source.model) - {module.name for module in modules}),
         "kv_cache_scheme": cache,
     }
 
@@ -312,11 +312,6 @@ def _cache_args(source: ExportSource) -> dict[str, Any] | None:
         return None
     strategy = {"head": "attn_head"}.get(rule.scheme.axis, rule.scheme.axis)
     return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}
-
-
-def _linear_modules(source: ExportSource) -> set[str]:
-    """Modules that a target of class "Linear" would mean."""
-    return {name for name, module in source.model.named_modules() if isinstance(module, nn.Linear)}
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
