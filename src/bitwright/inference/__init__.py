@@ -9,17 +9,23 @@ from bitwright.inference.apply import (
     site_rules,
     tensors_of,
 )
-from bitwright.inference.counters import Counters, Overflows
+from bitwright.inference.counters import Counters, Overflows, RunCounters
 from bitwright.inference.emulate import SiteRule, emulate
+from bitwright.inference.fallback import FallbackSettings
 from bitwright.inference.graph import apply_to_program
 from bitwright.inference.run_plan import apply
+from bitwright.inference.run_report import RunReport, SiteRun
 from bitwright.inference.values import ValueRule, emulate_values, value_rule, value_rules, value_tensors_of
 
 __all__ = [
     "Chosen",
     "Counters",
+    "FallbackSettings",
     "Overflows",
+    "RunCounters",
+    "RunReport",
     "SiteRule",
+    "SiteRun",
     "ValueRule",
     "apply",
     "apply_to_program",

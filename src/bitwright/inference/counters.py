@@ -4,11 +4,15 @@
     fallback_rate    tokens with an overflow ÷ tokens: what a server that falls back to a wider format would run twice
 
 Counts add: over calls, over matrices, over texts.
+
+A model that runs packed keeps `RunCounters`: what fell back to a wider format, what was padded, and what was expanded,
+as plain numbers that a server may export (`metrics`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -59,3 +63,69 @@ def count_overflows(x: Tensor, scheme: TensorScheme, scale: Tensor | None = None
         num_tokens=x.numel() // max(1, x.shape[-1]),
         num_overflowed_tokens=rows,
     )
+
+
+@dataclass(kw_only=True, slots=True)
+class FallbackCounts:
+    """What one matrix met, and what was done about it (`fallback.py`); grows with every call."""
+
+    calls: int = 0
+    tokens: int = 0
+    #: Inputs beyond the format's range, and tokens with at least one.
+    overflows: int = 0
+    overflowed_tokens: int = 0
+    #: Tokens that were computed again by themselves.
+    token_fallbacks: int = 0
+    #: Calls that were sent to the wide format as a whole, since more tokens overflowed than are computed again.
+    batch_fallbacks: int = 0
+    #: Calls that ran wide because calls before them had overflowed.
+    held_calls: int = 0
+    #: How often the matrix was held, or let go.
+    switches: int = 0
+
+    def add(self, **counts: int) -> None:
+        """Add to the counts of these names."""
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)
+
+
+@dataclass(kw_only=True, slots=True)
+class PaddingCounts:
+    """Numbers that kernels were given, and how many of them were filling (`padding.py`)."""
+
+    calls: int = 0
+    values: int = 0
+    padded_values: int = 0
+
+    @property
+    def padded_share(self) -> float:
+        """Share of filling, 0 … 1."""
+        return self.padded_values / max(1, self.values)
+
+
+@dataclass(kw_only=True, slots=True)
+class RunCounters:
+    """Everything that a packed model counts; plain numbers that only grow."""
+
+    #: Matrix name → what fell back there.
+    fallbacks: dict[str, FallbackCounts] = field(default_factory=dict)
+    padding: PaddingCounts = field(default_factory=PaddingCounts)
+    #: "<parameter> by <function>" → how often packed weights were expanded for a function that is no product.
+    expansions: Counter[str] = field(default_factory=Counter)
+    #: Steps of generation of which the host heard late that something had overflowed in them, and those that were run
+    #: again in the wide format for it.
+    overflowed_steps: int = 0
+    repeated_steps: int = 0
+
+    def metrics(self) -> dict[str, int]:
+        """Name → count, over all matrices: what a server exports."""
+        total: Counter[str] = Counter()
+        for counts in self.fallbacks.values():
+            for name in FallbackCounts.__dataclass_fields__:
+                total[f"fallback_{name}"] += getattr(counts, name)
+        total["padding_values"] += self.padding.values
+        total["padding_padded_values"] += self.padding.padded_values
+        total["expansions"] += sum(self.expansions.values())
+        total["overflowed_steps"] += self.overflowed_steps
+        total["repeated_steps"] += self.repeated_steps
+        return dict(total)

@@ -108,7 +108,7 @@ def emulate(
     unknown = set(rules) - {site.name for site in sites}
     assert not unknown, f"no such sites: {sorted(unknown)[:3]}"
     changed = [matrix for matrix in matrices_of(sites) if any(site.name in rules for site in matrix.sites)]
-    input_rules = {matrix.name: _input_rule(matrix, rules) for matrix in changed}
+    input_rules = {matrix.name: input_rule(matrix, rules) for matrix in changed}
     watched = [matrix for matrix in changed if not in_place or input_rules[matrix.name] is not None]
 
     def handle(matrix: Matrix, x: Tensor, operation: Operation) -> Tensor:
@@ -170,8 +170,12 @@ def _write_rows(stored: Tensor, matrix: Matrix, rules: Mapping[str, SiteRule]) -
             rows_NK.copy_(values_NK if rule.activations is not None else rule.transform.restore(values_NK))
 
 
-def _input_rule(matrix: Matrix, rules: Mapping[str, SiteRule]) -> SiteRule | None:
-    """The one rule by which the rows of a matrix round their input; None where it is left alone."""
+def input_rule(matrix: Matrix, rules: Mapping[str, SiteRule]) -> SiteRule | None:
+    """The one rule by which the rows of a matrix round their input; None where it is left alone.
+
+    Raises:
+        SchemeError: they ask for different ones.
+    """
     wanted = {site.name: rules.get(site.name) for site in matrix.sites}
     rounding = [rule for rule in wanted.values() if rule is not None and rule.activations is not None]
     if not rounding:

@@ -1,12 +1,17 @@
 """One door to running a plan: `apply` takes a model or an exported program, and gives one that runs under the plan.
 
-    planned = bitwright.inference.apply(plan, model)
+    planned = bitwright.inference.apply(plan, model, mode="auto")
     planned.generate(**inputs)               # still a transformers model
+    print(planned.bitwright_run.table())     # what runs as what, and why
 
-A program becomes another program (`graph.py`). A model is copied: the copy's weights hold the values of their codes,
-and where inputs or values are rounded, they are for the time of every forward of the copy, by hooks on the model as a
-whole. So the copy runs as `emulate_plan` lets the model run, bit for bit, with nothing to close afterwards. Whatever
-needs no rounding at run time needs no hooks either: it is a plain model with other weights.
+A program becomes another program (`graph.py`). A model is copied. Under mode "emulate" the copy's weights hold the fp32
+values of their codes, and where inputs or values are rounded, they are for the time of every forward of the copy, by
+hooks on the model as a whole. So the copy runs as `emulate_plan` lets the model run, bit for bit, with nothing to close
+afterwards. Whatever needs no rounding at run time needs no hooks either: it is a plain model with other weights.
+
+Under the other modes (`choice.py`) its weights are packed codes (`packed_model.py`) and the rest is of the dtype that
+the model computes in; a cache keeps codes too (`kv_cache.py`). It computes what emulation does, but for the order in
+which products are added up and for the rounding of everything else to that dtype.
 """
 
 from __future__ import annotations
@@ -18,13 +23,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, overload
 
+import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from bitwright.errors import PlanError
 from bitwright.inference.apply import site_rules
+from bitwright.inference.choice import Mode, find_mode
+from bitwright.inference.compute_dtype import settle_dtype
 from bitwright.inference.emulate import SiteRule, emulate
+from bitwright.inference.fallback import DEFAULT_FALLBACK, FallbackSettings
 from bitwright.inference.graph import apply_to_program
+from bitwright.inference.packed_model import packed_model
+from bitwright.inference.packed_modules import raise_if_planned
+from bitwright.inference.run_report import emulated_report
+from bitwright.inference.value_hooks import round_values_of
 from bitwright.inference.values import ValueRule, emulate_values, value_rules
 from bitwright.models.linear_calls import LinearCalls, Matrix, Operation, matrices_of
 from bitwright.models.loaded import LoadedModel
@@ -39,43 +52,94 @@ def apply(plan: Plan, model: ExportedProgram, *, sites: Sequence[Site] | None = 
 
 
 @overload
-def apply(plan: Plan, model: nn.Module | LoadedModel, *, sites: Sequence[Site] | None = None) -> nn.Module:
+def apply(
+    plan: Plan,
+    model: nn.Module | LoadedModel,
+    *,
+    mode: str = "emulate",
+    dtype: torch.dtype | None = None,
+    fallback: FallbackSettings | None = DEFAULT_FALLBACK,
+    sites: Sequence[Site] | None = None,
+) -> nn.Module:
     """A model gives a model."""
 
 
 def apply(
-    plan: Plan, model: nn.Module | LoadedModel | ExportedProgram, *, sites: Sequence[Site] | None = None
+    plan: Plan,
+    model: nn.Module | LoadedModel | ExportedProgram,
+    *,
+    mode: str = "emulate",
+    dtype: torch.dtype | None = None,
+    fallback: FallbackSettings | None = DEFAULT_FALLBACK,
+    sites: Sequence[Site] | None = None,
 ) -> nn.Module | ExportedProgram:
     """Return a model or program that runs as the plan says; what was given stays as it is.
 
     Args:
         plan: for this model.
         model: fp32: a model, what `models.load` or `models.plain_model` gave, or the exported program of either.
+        mode: "emulate", "packed", "native" or "auto" (`choice.py`); programs are emulated.
+        dtype: what everything beside codes is computed in; by default the checkpoint's own (`compute_dtype.py`).
+            Emulation is fp32.
+        fallback: what happens to tokens whose inputs overflow a static scale or fp16; None: they saturate, as in
+            emulation.
         sites: its weight sites; found by `find_sites`, or in the program, unless given.
 
+    Returns:
+        The program, or the model with a `RunReport` as its attribute `bitwright_run`.
+
     Raises:
-        PlanError: sites of the plan that the model or program lacks, or has no place for; named.
-        ModelError: nothing in the model is a site.
+        PlanError: sites of the plan that the model or program lacks, or has no place for; named. Under "native" also
+            sites that the device does not multiply natively.
+        ModelError: nothing in the model is a site, or it runs packed already.
         SchemeError: rows of one fused matrix ask for different roundings of their one input.
+        UnknownName: no such mode.
     """
+    wanted = find_mode(mode)
     match model:
         case ExportedProgram():
+            if wanted != "emulate":
+                raise PlanError(f"a program is emulated, and mode {mode!r} was asked for; apply the plan to its model")
             return apply_to_program(plan, model, sites)
-        case LoadedModel():
-            return _applied(plan, model.model, sites)
-        case nn.Module():
-            return _applied(plan, model, sites)
+        case LoadedModel() | nn.Module():
+            module = model.model if isinstance(model, LoadedModel) else model
+            if wanted == "emulate":
+                return _emulated(plan, module, sites)
+            return _packed(plan, model, module, wanted, dtype, fallback, sites)
     raise PlanError(
         f"a plan is applied to a model or an ExportedProgram, not to {type(model).__name__}; load the model first: "
         "bitwright.models.load(…)"
     )
 
 
-def _applied(plan: Plan, model: nn.Module, sites: Sequence[Site] | None) -> nn.Module:
+def _packed(
+    plan: Plan,
+    model: nn.Module | LoadedModel,
+    module: nn.Module,
+    mode: Mode,
+    dtype: torch.dtype | None,
+    fallback: FallbackSettings | None,
+    sites: Sequence[Site] | None,
+) -> nn.Module:
+    raise_if_planned(module)
+    known = find_sites(module) if sites is None else tuple(sites)
+    values = value_rules(plan, find_value_sites(module)) if _rounds_values(plan) else {}
+    settled, reason = settle_dtype(model, dtype)
+    planned, report = packed_model(plan, module, known, mode, dtype=settled, dtype_reason=reason, fallback=fallback)
+    if values:
+        round_values_of(planned, values, known)
+    planned.bitwright_run = report  # type: ignore[assignment]
+    return planned
+
+
+def _rounds_values(plan: Plan) -> bool:
+    return any(choice.kind != "weight" and choice.scheme != "as_loaded" for choice in plan.sites)
+
+
+def _emulated(plan: Plan, model: nn.Module, sites: Sequence[Site] | None) -> nn.Module:
     known = find_sites(model) if sites is None else tuple(sites)
     rules = site_rules(plan, known)
-    rounds_values = any(choice.kind != "weight" and choice.scheme != "as_loaded" for choice in plan.sites)
-    values = value_rules(plan, find_value_sites(model)) if rounds_values else {}
+    values = value_rules(plan, find_value_sites(model)) if _rounds_values(plan) else {}
     planned = copy.deepcopy(model)
     parameters = {site.parameter for site in known if site.name in rules}
     with emulate(planned, known, rules):
@@ -87,6 +151,7 @@ def _applied(plan: Plan, model: nn.Module, sites: Sequence[Site] | None) -> nn.M
         roundings = _Roundings(sites=known, rules=rounding, values=values)
         planned.register_forward_pre_hook(roundings.begin)
         planned.register_forward_hook(roundings.end, always_call=True)
+    planned.bitwright_run = emulated_report(plan, planned, known)  # type: ignore[assignment]
     return planned
 
 

@@ -1,0 +1,127 @@
+"""How each site of a plan is multiplied, and why: settled for all sites before a model is touched.
+
+    emulate   fp32 values of the codes, on any device
+    packed    codes stay packed in memory and are expanded inside the kernel
+    native    the device multiplies codes with codes; a plan with a site of which that is not true is refused
+    auto      each site native where the device has that, else packed
+
+A scheme without scales whose format is what the model computes in (bf16 weights in a bf16 model) needs no kernel of
+its own in any mode. Where inputs are rounded to codes under scales, a packed product takes them in fp32: values of fp8
+codes are no numbers of bf16 (`input_rounding.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from bitwright import formats
+from bitwright.catalog import nearest_name_hint
+from bitwright.errors import PlanError, UnknownName
+from bitwright.inference.native_rows import NativeKernel, select_native
+from bitwright.plan import SiteChoice
+from bitwright.quantize.pack import stored_dtype
+from bitwright.quantize.packed_matmul import select_matmul
+from bitwright.quantize.scheme import Scheme, TensorScheme
+
+Mode = Literal["emulate", "packed", "native", "auto"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+#: Sites that an error names.
+_NAMED = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Multiplication:
+    """How one site is multiplied."""
+
+    kind: Literal["plain", "native", "packed"]
+    #: What multiplies: "bf16", a kernel, or a packed layout.
+    kernel: str
+    reason: str
+    #: What the inputs are when they are multiplied.
+    inputs_dtype: torch.dtype
+    native: NativeKernel | None = None
+
+
+def find_mode(name: str) -> Mode:
+    """The mode of that name.
+
+    Raises:
+        UnknownName: there is none.
+    """
+    for mode in MODES:
+        if mode == name:
+            return mode
+    raise UnknownName(f"unknown mode {name!r}{nearest_name_hint(name, list(MODES))} Known modes: {', '.join(MODES)}")
+
+
+def choose(scheme: Scheme, shape: tuple[int, int], mode: Mode, device_type: str, dtype: torch.dtype) -> Multiplication:
+    """How a site of that scheme and shape is multiplied in a model that computes in `dtype`.
+
+    Raises:
+        SchemeError: no packed layout has the scheme.
+    """
+    name = spell_dtype(dtype)
+    if scheme.weights is None:
+        return Multiplication(kind="plain", kernel=name, reason="no choice was made here", inputs_dtype=dtype)
+    if is_stored_in(scheme.weights, dtype) and (scheme.activations is None or is_stored_in(scheme.activations, dtype)):
+        reason = f"{scheme.name} is what the model computes in"
+        return Multiplication(kind="plain", kernel=name, reason=reason, inputs_dtype=dtype)
+    native = select_native(scheme, device_type)
+    if mode != "packed" and native.kernel is not None:
+        return Multiplication(
+            kind="native",
+            kernel=native.kernel.name,
+            reason=native.reason,
+            inputs_dtype=native.kernel.dtype,
+            native=native.kernel,
+        )
+    exact = scheme.activations is None or is_stored_in(scheme.activations, dtype)
+    inputs_dtype = dtype if exact else torch.float32
+    selection = select_matmul(scheme.weights, shape, device_type, inputs_dtype)
+    not_native = f"; not native: {native.reason}" if mode != "packed" else ""
+    return Multiplication(
+        kind="packed",
+        kernel=selection.layout.name,
+        reason=f"{selection.reason}{not_native}",
+        inputs_dtype=inputs_dtype,
+    )
+
+
+def is_stored_in(tensor: TensorScheme, dtype: torch.dtype) -> bool:
+    """Whether a tensor of that scheme is nothing but numbers of a dtype."""
+    return tensor.scaling is None and stored_dtype(formats.FORMATS[tensor.format]) == dtype
+
+
+def raise_if_not_native(plan_name: str, chosen: dict[str, tuple[SiteChoice, Multiplication]]) -> None:
+    """Refuse a plan in which something is multiplied otherwise than natively.
+
+    Raises:
+        PlanError: the sites, and why.
+    """
+    others = [(choice, found) for choice, found in chosen.values() if found.kind == "packed"]
+    if not others:
+        return
+    listed = "; ".join(
+        f"{choice.name} ({choice.scheme}: {_why_not_native(found)})" for choice, found in others[:_NAMED]
+    )
+    more = f"; and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+    raise PlanError(
+        f"{len(others)} of {len(chosen)} sites of the plan for {plan_name!r} are not multiplied natively here: {listed}"
+        f"{more}; run it with mode auto, which is native where it can be"
+    )
+
+
+def _why_not_native(found: Multiplication) -> str:
+    """Why a packed site is not native."""
+    return found.reason.rpartition("not native: ")[2]
+
+
+def spell_dtype(dtype: torch.dtype) -> str:
+    """ "bf16", "fp16", "fp32" …"""
+    for number in formats.FORMATS.values():
+        if stored_dtype(number) == dtype:
+            return number.name
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,330 @@
+"""Packed models: what they compute is what emulation computes, in memory as small as the plan says."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_plans import choice, plan_of, uniform_plan
+from torch import Tensor, nn
+from value_models import make_value_model
+
+from bitwright.errors import ModelError, PlanError, SchemeError, UnknownName
+from bitwright.inference import apply
+from bitwright.inference.packed_model import plain_copy
+from bitwright.inference.packed_modules import PackedEmbedding, PackedLinear, PackedOperand
+from bitwright.inference.packed_weight import PackedWeight
+from bitwright.models import LoadedModel, find_sites, from_memory, site_weight
+from bitwright.quantize import SCHEMES, fake_quantize
+
+IDS = torch.arange(44).reshape(2, 22) * 7 % 256
+#: Of fp32 sums in another order, relative to the largest logit.
+FP32_TOLERANCE = 1e-5
+
+
+def logits_of(model: Any, ids: Tensor = IDS) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(input_ids=ids, use_cache=False).logits
+    return found.float()
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """The largest one, in units of the largest number."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme", "part", "ends"),
+    [
+        ("llama", "int4_g32", None, True),
+        ("llama", "int4_g32", "signs", False),
+        ("gemma2", "int8_w", "column_scales", True),
+        ("phi3", "int4_g32_zp", None, False),
+        ("gpt2", "fp8_w", None, True),
+        ("mixtral", "int4_g32_min", None, True),
+        ("gpt_oss", "int8_w", "signs", True),
+    ],
+)
+def test_a_packed_model_computes_what_emulation_does(
+    architecture: str, scheme: str, part: str | None, ends: bool
+) -> None:
+    """Fused rows, tied heads, Conv1D, experts, routers, and changes of inputs that only weights were rounded under."""
+    model = make_value_model(architecture)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plan = uniform_plan(find_sites(model), scheme, part, ends=ends)
+    expected = logits_of(apply(plan, model))
+    planned: Any = apply(plan, model, mode="packed", dtype=torch.float32)
+    assert difference(logits_of(planned), expected) < FP32_TOLERANCE
+    assert type(planned) is type(model)
+    assert not planned.bitwright_run.counters.expansions
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    packed = [module for module in planned.modules() if isinstance(module, PackedWeight)]
+    assert sum(len(module.rows) for module in packed) == len([s for s in plan.sites if s.scheme == scheme])
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8_static", "fp8", "fp8_block", "mxfp4", "nvfp4", "bf16", "fp16"])
+@pytest.mark.parametrize("mode", ["packed", "auto"])
+def test_inputs_are_rounded_as_in_emulation(make_tiny_model: Callable[..., Any], scheme: str, mode: str) -> None:
+    """Logits in fp32 differ by the order of sums; where such a difference tips a rounding, by a step of few values."""
+    model = make_tiny_model("llama")
+    plan = uniform_plan(find_sites(model), scheme, ends=True)
+    expected = logits_of(apply(plan, model))
+    planned: Any = apply(plan, model, mode=mode, dtype=torch.float32, fallback=None)
+    found = logits_of(planned)
+    effect = difference(logits_of(model), expected)
+    assert float((found - expected).abs().mean()) < 0.02 * float((logits_of(model) - expected).abs().mean())
+    assert difference(found, expected) < max(FP32_TOLERANCE, 0.3 * effect)
+    kinds = {site.kernel for site in planned.bitwright_run.sites}
+    assert (kinds == {"torch._int_mm"}) == (mode == "auto" and scheme in ("int8", "int8_static"))
+
+
+SCHEME_NAMES = [name for name, scheme in SCHEMES.items() if scheme.weights is not None]
+
+
+@pytest.mark.parametrize("scheme_name", SCHEME_NAMES)
+def test_one_matrix_under_every_scheme(scheme_name: str) -> None:
+    """On the same inputs in bf16, packed and exact products differ by a rounding to bf16 and the order of a sum.
+
+    A rounding to bf16 moves y by 2⁻⁹ |y| at most, fp32 sums of 96 products by 96 · 2⁻²⁴ · Σ |x| |w| each way.
+    """
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 80, bias=False).requires_grad_(False)
+    model = nn.Sequential(linear)
+    plan = uniform_plan(find_sites(model), scheme_name)
+    x = torch.randn(7, 96).bfloat16()
+    emulated, packed = apply(plan, model), apply(plan, model, mode="packed", dtype=torch.bfloat16, fallback=None)
+    exact = emulated(x.float())
+    found = packed(x)
+    assert found.dtype == torch.bfloat16
+    scheme = SCHEMES[scheme_name]
+    assert scheme.weights is not None
+    weight = fake_quantize(linear.weight, scheme.weights).abs()
+    slack = 2 * 96 * 2.0**-24 * (x.float().abs() @ weight.T)
+    assert ((found.float() - exact).abs() <= 2.0**-8 * exact.abs() + 4 * slack).all()
+
+
+def test_a_model_in_bf16_is_as_near_as_bf16_itself() -> None:
+    """End to end, packed codes in a bf16 model stray from emulation as much as those values in a bf16 model do."""
+    model = make_value_model("llama")
+    plan = uniform_plan(find_sites(model), "int4_g32", ends=True)
+    emulated = apply(plan, model)
+    exact = logits_of(emulated)
+    packed = logits_of(apply(plan, model, mode="packed", dtype=torch.bfloat16))
+    plain = logits_of(plain_copy(emulated, torch.bfloat16))
+    strayed, floor = (packed - exact).square().mean().sqrt(), (plain - exact).square().mean().sqrt()
+    assert strayed < 1.2 * floor
+
+
+def wide_model() -> LoadedModel:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+    return from_memory(model, None, name="wide")
+
+
+@pytest.mark.parametrize(
+    "schemes", [("int4_g32", "int8_w"), ("fp8_w", "fp6_w"), ("mxfp4", "nvfp4"), ("int8", "int8_w")]
+)
+def test_weights_take_the_plan_s_bytes(schemes: tuple[str, str]) -> None:
+    loaded = wide_model()
+    sites = find_sites(loaded.model)
+    choices = []
+    for index, site in enumerate(sites):
+        weights = SCHEMES[schemes[index % 2]].weights
+        assert weights is not None
+        choices.append(choice(site, schemes[index % 2], bytes=weights.stored_bytes(*site.shape)))
+    others = sum(2 * p.numel() for name, p in loaded.model.named_parameters() if "norm" in name)
+    planned: Any = apply(plan_of(choices), loaded, mode="auto")
+    run = planned.bitwright_run
+    expected = sum(entry.bytes for entry in choices) + others
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of_weights(planned)}
+    assert abs(sum(held.values()) - expected) < 0.01 * expected
+    assert run.weight_bytes == sum(held.values())
+    assert planned.dtype == torch.bfloat16 and "the checkpoint is in bf16" in run.dtype_reason
+
+
+def tensors_of_weights(planned: nn.Module) -> list[Tensor]:
+    return [*planned.parameters(), *(b for name, b in planned.named_buffers() if "rows." in name)]
+
+
+def test_never_two_copies_of_all_weights() -> None:
+    """While a copy is made, only packed codes and the values of a few matrices live beside the original."""
+    loaded = wide_model()
+    plan = uniform_plan(find_sites(loaded.model), "int4_g32", ends=True)
+    largest = max(p.numel() for p in loaded.model.parameters()) * 4
+    before, peak = live_bytes(), 0
+    original = PackedWeight.__init__
+
+    def watching(self: Any, *arguments: Any, **named: Any) -> None:
+        nonlocal peak
+        original(self, *arguments, **named)
+        peak = max(peak, live_bytes() - before)
+
+    PackedWeight.__init__ = watching  # type: ignore[method-assign]
+    try:
+        planned: Any = apply(plan, loaded, mode="packed")
+    finally:
+        PackedWeight.__init__ = original  # type: ignore[method-assign]
+    assert peak < planned.bitwright_run.weight_bytes + 3 * largest
+    assert peak < 0.7 * 4 * sum(p.numel() for p in loaded.model.parameters())
+
+
+def live_bytes() -> int:
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, nn.Parameter):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def test_a_packed_model_is_a_model_like_any_other(make_tiny_model: Callable[..., Any], tmp_path: Any) -> None:
+    """It is copied, saved and loaded, cast, and compiled, and computes the same."""
+    model = make_tiny_model("llama")
+    plan = uniform_plan(find_sites(model), "int4_g32", ends=True)
+    planned: Any = apply(plan, model, mode="packed", dtype=torch.float32)
+    expected = logits_of(planned)
+    assert torch.equal(logits_of(copy.deepcopy(planned)), expected)
+    torch.save(planned.state_dict(), tmp_path / "weights.pt")
+    other: Any = apply(
+        uniform_plan(find_sites(model), "int4_g32", ends=True), make_tiny_model("llama", 1), mode="packed"
+    )
+    other = other.to(torch.float32)
+    assert not torch.equal(logits_of(other), expected)
+    other.load_state_dict(torch.load(tmp_path / "weights.pt"))
+    assert difference(logits_of(other), expected) < FP32_TOLERANCE
+    half = copy.deepcopy(planned).to(torch.bfloat16)
+    assert all(
+        torch.equal(a, b)
+        for (_, a), (_, b) in zip(half.named_buffers(), planned.named_buffers(), strict=True)
+        if "rows" in _
+    )
+    compiled = torch.compile(planned, backend="eager")
+    assert difference(logits_of(compiled), expected) < FP32_TOLERANCE
+
+
+def test_a_packed_layer_can_be_wrapped_and_trained_beside(make_tiny_model: Callable[..., Any]) -> None:
+    """As PEFT does: a module takes a layer's place, calls it, and adds what it learns. Gradients pass the codes."""
+
+    class WithAdapter(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base = base
+            self.down = nn.Linear(base.in_features, 2, bias=False)
+            self.up = nn.Linear(2, base.out_features, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + self.up(self.down(x))
+
+    model = make_tiny_model("llama")
+    plan = uniform_plan(find_sites(model), "int8_w")
+    gradients = []
+    for mode in ("emulate", "packed"):
+        planned: Any = apply(plan, model, mode=mode, dtype=torch.float32)
+        layer = planned.model.layers[0].self_attn
+        assert isinstance(layer.q_proj, nn.Linear)
+        torch.manual_seed(0)
+        layer.q_proj = adapter = WithAdapter(layer.q_proj)
+        planned(input_ids=IDS, labels=IDS).loss.backward()
+        assert adapter.down.weight.grad is not None
+        gradients.append(adapter.down.weight.grad)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-7)
+
+
+def test_what_would_be_lost_is_refused(make_tiny_model: Callable[..., Any]) -> None:
+    model = make_tiny_model("llama")
+    planned: Any = apply(uniform_plan(find_sites(model), "int8_w", ends=True), model, mode="packed")
+    layer = planned.model.layers[0].mlp.up_proj
+    assert isinstance(layer, PackedLinear) and tuple(layer.weight.shape) == (96, 64)
+    expected = fake_quantize(model.model.layers[0].mlp.up_proj.weight, SCHEMES["int8_w"].weights)  # type: ignore[arg-type]
+    assert torch.equal(layer.weight.float(), expected.to(layer.weight.dtype).float())
+    with pytest.raises(RuntimeError, match="[Ii]nference"):
+        layer.weight.add_(1.0)
+    assert isinstance(planned.get_input_embeddings(), PackedEmbedding)
+    with pytest.raises(ModelError, match="holds packed codes already"):
+        apply(uniform_plan(find_sites(model), "int8_w"), planned, mode="packed", sites=find_sites(model))
+
+
+def test_modes_and_what_they_refuse(make_tiny_model: Callable[..., Any]) -> None:
+    model = make_tiny_model("llama")
+    sites = find_sites(model)
+    mixed = plan_of([choice(site, "int8" if "mlp" in site.role else "fp8") for site in sites[:-2]])
+    with pytest.raises(UnknownName, match="unknown mode 'fast'.*Known modes: emulate, packed, native, auto"):
+        apply(mixed, model, mode="fast")
+    with pytest.raises(PlanError, match=r"8 of 14 sites.*self_attn.q_proj \(fp8: .*and 5 more; run it with mode auto"):
+        apply(mixed, model, mode="native")
+    planned: Any = apply(mixed, model, mode="auto")
+    runs = {site.name: site for site in planned.bitwright_run.sites}
+    assert runs["model.layers.0.mlp.up_proj"].kernel == "torch._int_mm"
+    assert "not native: torch._int_mm takes weights in int8, not in fp8_e4m3" in runs[sites[0].name].reason
+    table = planned.bitwright_run.table()
+    assert "mlp.down" in table and "torch._int_mm: INT8 codes times INT8 codes" in table and "computes in bf16" in table
+    native: Any = apply(uniform_plan(sites, "int8"), model, mode="native", dtype=torch.float32)
+    assert {s.kernel for s in native.bitwright_run.sites if s.scheme == "int8"} == {"torch._int_mm"}
+
+
+def test_functions_that_are_no_products_are_counted(make_tiny_model: Callable[..., Any]) -> None:
+    model = make_tiny_model("mixtral")
+    planned: Any = apply(uniform_plan(find_sites(model), "int8_w"), model, mode="packed", dtype=torch.float32)
+    experts = planned.model.layers[0].mlp.experts
+    operand = experts.gate_up_proj
+    assert isinstance(operand, PackedOperand) and operand.shape == (4, 192, 64) and operand.dtype == torch.float32
+    x = torch.randn(3, 64)
+    expected = torch.einsum("tk,enk->etn", x, operand.values())
+    assert torch.equal(torch.einsum("tk,enk->etn", x, operand), expected)
+    assert sum(planned.bitwright_run.counters.expansions.values()) == 1
+    assert planned.bitwright_run.counters.metrics()["expansions"] == 1
+
+
+def test_a_site_s_own_codes_are_what_runs(make_tiny_model: Callable[..., Any]) -> None:
+    model = make_tiny_model("phi3")
+    sites = find_sites(model)
+    planned: Any = apply(uniform_plan(sites, "int4_g32", "column_scales"), model, mode="packed", dtype=torch.float32)
+    emulated: Any = apply(uniform_plan(sites, "int4_g32", "column_scales"), model)
+    fused = planned.model.layers[1].self_attn.qkv_proj.packed
+    values = emulated.model.layers[1].self_attn.qkv_proj.weight
+    torch.testing.assert_close(fused.values(), values, rtol=1e-5, atol=1e-6)
+    ids = torch.tensor([[3, 5]])
+    torch.testing.assert_close(fused.lookup(ids), values[ids], rtol=1e-5, atol=1e-6)
+
+
+def test_a_device_that_the_codes_were_not_packed_for_is_told(make_tiny_model: Callable[..., Any]) -> None:
+    model = make_tiny_model("llama")
+    planned: Any = apply(uniform_plan(find_sites(model), "int8_w"), model, mode="packed")
+    layer = planned.model.layers[0].mlp.up_proj
+    with pytest.raises(SchemeError, match="packed for cpu and meets inputs on meta"):
+        layer(torch.empty(2, 64, device="meta"))
+
+
+def test_programs_are_emulated(make_tiny_model: Callable[..., Any]) -> None:
+    linear = nn.Sequential(nn.Linear(32, 32))
+    program = torch.export.export(linear, (torch.randn(2, 32),))
+    with pytest.raises(PlanError, match="a program is emulated, and mode 'packed'"):
+        apply(uniform_plan(find_sites(linear), "int8_w"), program, mode="packed")  # type: ignore[call-overload]
+
+
+def test_rows_that_no_choice_touches_stay(make_tiny_model: Callable[..., Any]) -> None:
+    """Of a fused matrix a plan may leave some rows as loaded."""
+    model = make_tiny_model("phi3")
+    sites = [s for s in find_sites(model) if s.role == "mlp.up"]
+    plan = plan_of([choice(site, "int4_g32", tied_group=None) for site in sites])
+    planned: Any = apply(plan, model, mode="packed", dtype=torch.float32)
+    rows = planned.model.layers[0].mlp.gate_up_proj.packed.rows
+    assert [type(r).__name__ for r in rows] == ["PlainRows", "PackedRows"]
+    assert torch.equal(rows[0].values(), site_weight(model, next(s for s in find_sites(model) if s.role == "mlp.gate")))
+    assert difference(logits_of(planned), logits_of(apply(plan, model))) < FP32_TOLERANCE
