@@ -118,9 +118,9 @@ def test_products_of_the_layout_without_exceptions(name: str, monkeypatch: pytes
 def test_both_ways_to_multiply(name: str, has_dot: bool) -> None:
     packed = pack(gaussian(67, 331), scheme_of(name))
     parts = parts_of(packed.scheme.text, packed.shape)
-    for tokens in (1, 4, 9):
+    for tokens, direct in ((1, 4), (4, 4), (9, 4), (9, 12)):
         x = gaussian(tokens, 331, seed=tokens).bfloat16()
-        Exact(packed).raise_if_off(multiply(x, parts, parts.lay(packed), has_dot=has_dot), x)
+        Exact(packed).raise_if_off(multiply(x, parts, parts.lay(packed), has_dot=has_dot, direct=direct), x)
 
 
 @pytest.mark.parametrize("name", ["int4_g32_zp", "fp8_block", "nvfp4"])

@@ -177,7 +177,7 @@ def test_layouts_say_how_they_multiply() -> None:
             for tokens in (1, 4, 5, 1000):
                 assert layout.how(tokens, matrix, BF16)
     planar, matrix = MATMULS["planar"], MATMULS["dequantise"].prepare(packed)
-    assert "expanded in registers" in planar.how(4, matrix, BF16)
+    assert "once for all of 4 columns" in planar.how(4, matrix, BF16)
     assert "5 columns are more than the 4" in planar.how(5, matrix, BF16)
     assert "3 columns (3 bf16 of each number of x)" in planar.how(1, matrix, torch.float32)
 

@@ -53,7 +53,7 @@ class Planar:
         products = "bf16 dot products" if not lacks(DOT_PRODUCTS) else "fp32 products: the processor has none of bf16"
         parts = "" if columns == num_tokens else f" ({NUM_PARTS[dtype]} bf16 of each number of x)"
         if columns <= BLOCK_COLUMNS:
-            return f"codes expanded in registers for all of {columns} columns{parts}; {products}"
+            return f"codes expanded in registers, once for all of {columns} columns{parts}; {products}"
         return (
             f"codes expanded to bf16 in the first cache, 64 rows of 128 columns at a time: {columns} columns{parts} "
             f"are more than the {BLOCK_COLUMNS} that registers hold; {products}"

@@ -11,6 +11,9 @@ What happens there depends on how many columns of x there are:
     1 … 4    each code is expanded in registers, once for all of them
     more     a segment is expanded once, to bf16 in the first cache, and multiplied by four columns of x at a time
 
+Expanding anew for every four columns loses from 8 on, and expanding to memory for torch's matmul gains nothing up to
+512, where both multiply at the speed of the dot products (`benchmarks/inference.py matmul` measures all three).
+
 x of more precision than bf16 is the exact sum of two or three bf16, each a column of its own whose results add up.
 """
 
@@ -53,6 +56,8 @@ class Sizes(NamedTuple):
     has_zero_points: bool
     #: What stored scales are multiplied by.
     scale_unit: float
+    #: Blocks of columns of x up to which codes are expanded in registers, anew for each.
+    direct_blocks: int
 
 
 @njit(nogil=True, error_model="numpy")
@@ -103,11 +108,13 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
                             codes, at, pairs, table, of_table, flat_x, pair, totals, 0, of_scales, of_scale,
                             bits, mirrored, _ONE, has_dot,
                         )  # fmt: skip
-                    elif num_blocks == 1:
-                        multiply_pairs(
-                            codes, at, pairs, table, of_table, flat_x, pair * BLOCK_COLUMNS, totals, 0, of_scales,
-                            of_scale, bits, mirrored, _BLOCK, has_dot,
-                        )  # fmt: skip
+                    elif num_blocks <= sizes.direct_blocks:
+                        for block in range(num_blocks):
+                            of_x = (block * num_pairs + pair) * BLOCK_COLUMNS
+                            multiply_pairs(
+                                codes, at, pairs, table, of_table, flat_x, of_x, totals,
+                                block * BLOCK_COLUMNS * TILE_ROWS, of_scales, of_scale, bits, mirrored, _BLOCK, has_dot,
+                            )  # fmt: skip
                     else:
                         expand_pairs(codes, at, pairs, table, of_table, segment, bits, mirrored)
                         for block in range(num_blocks):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bitwright.quantize.backends.cpu.arrays import array_of, run_rows
 from bitwright.quantize.backends.cpu.features import DOT_PRODUCTS, lacks
-from bitwright.quantize.backends.cpu.matmul import Sizes, multiply_tiles, multiply_tiles_parallel
+from bitwright.quantize.backends.cpu.matmul import BLOCK_COLUMNS, Sizes, multiply_tiles, multiply_tiles_parallel
 from bitwright.quantize.backends.cpu.matmul_layout import constant, pair_bytes
 from bitwright.quantize.backends.cpu.matmul_operands import NUM_PARTS, columns_of, group_sums, pairs_of
 from bitwright.quantize.backends.cpu.matmul_parts import Parts, Side
@@ -32,7 +32,14 @@ _NO_TABLE = np.zeros(1, np.uint8)
 _NO_SUMS = np.zeros((0, 0), np.float32)
 
 
-def multiply(x_MK: Tensor, parts: Parts, tensors: Mapping[str, Tensor], *, has_dot: bool | None = None) -> Tensor:
+def multiply(
+    x_MK: Tensor,
+    parts: Parts,
+    tensors: Mapping[str, Tensor],
+    *,
+    has_dot: bool | None = None,
+    direct: int = BLOCK_COLUMNS,
+) -> Tensor:
     """x Wᵀ, [M, N] in the dtype of x.
 
     Args:
@@ -40,11 +47,13 @@ def multiply(x_MK: Tensor, parts: Parts, tensors: Mapping[str, Tensor], *, has_d
         parts: how the weight is kept, and
         tensors: what is kept (`Parts.lay`).
         has_dot: whether dot products of bf16 are used; None: where the processor has them.
+        direct: columns of x up to which codes are expanded in registers, anew for every four of them.
     """
     tokens, rows = x_MK.shape[0], parts.shape[0]
     if tokens == 0:
         return x_MK.new_empty(0, rows)
-    call = _call_of(parts, not lacks(DOT_PRODUCTS) if has_dot is None else has_dot)
+    has_dot = not lacks(DOT_PRODUCTS) if has_dot is None else has_dot
+    call = _call_of(parts, has_dot, direct)
     at_once = MAX_COLUMNS // NUM_PARTS[x_MK.dtype]
     if tokens <= at_once:
         return _product(x_MK.detach(), parts, tensors, call)
@@ -61,7 +70,7 @@ class _Call:
 
 
 @cache
-def _call_of(parts: Parts, has_dot: bool) -> _Call:
+def _call_of(parts: Parts, has_dot: bool, direct: int) -> _Call:
     tiles, table, scaling = parts.tiles, table_of(parts.number), parts.scheme.scaling
     if scaling is None:
         rows_of_scale = tiles.rows
@@ -79,6 +88,7 @@ def _call_of(parts: Parts, has_dot: bool) -> _Call:
         rows_of_scale=rows_of_scale,
         has_zero_points=scaling is not None and scaling.symmetry == "zero_point",
         scale_unit=1.0 if scaling is None else 2.0**scaling.element_exponent,
+        direct_blocks=direct // BLOCK_COLUMNS,
     )
     scale_table, scale_bits = _codes_of(parts.scales)
     offset_table, offset_bits = _codes_of(parts.offsets)
