@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -171,10 +172,15 @@ class Fallback:
         return Action.TOKENS if num_overflowed else Action.NARROW
 
 
+def places_of(flags_M: Tensor) -> Tensor:
+    """Where flags are set, int64."""
+    if flags_M.device.type == "cpu":  # memory that the host has already
+        return torch.from_numpy(np.flatnonzero(flags_M.numpy()))
+    return flags_M.nonzero().squeeze(-1)
+
+
 def _count(flags: Tensor) -> int:
-    if flags.device.type == "cpu":  # memory that the host has already
-        return int(flags.numpy().sum())
-    return int(flags.sum())
+    return int(flags.numpy().sum()) if flags.device.type == "cpu" else int(flags.sum())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bitwright.errors import SchemeError
-from bitwright.inference.fallback import Action, Fallback
+from bitwright.inference.fallback import Action, Fallback, places_of
 from bitwright.inference.input_rounding import InputRounding, keeping_dtypes
 from bitwright.quantize.catalogs import MATMULS
 from bitwright.quantize.packed_matmul import PackedMatrix, packed_matmul
@@ -244,7 +244,7 @@ class PackedWeight(nn.Module):
                 return self.wide(changed_MK)
             case Action.TOKENS:
                 y_MN = self.narrow(changed_MK)
-                places = overflowed_M.nonzero().squeeze(-1)
+                places = places_of(overflowed_M)
                 return y_MN.index_copy(0, places, self.wide(changed_MK[places]).to(y_MN.dtype))
 
     def _multiply(self, x_MK: Tensor) -> Tensor:

@@ -1,0 +1,219 @@
+"""Generation: the tokens of transformers' own, without a host that waits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_plans import choice, plan_of, uniform_plan
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from value_models import make_value_model
+
+from bitwright.errors import DataError
+from bitwright.inference import apply
+from bitwright.inference.generate import generate
+from bitwright.inference.sampling import Chooser, Sampling
+from bitwright.inference.token_reader import TokenReader
+from bitwright.models import find_sites, find_value_sites
+
+IDS = torch.arange(18).reshape(2, 9) * 7 % 256
+
+
+def of_transformers(model: Any, ids: Tensor, num_tokens: int, mask: Tensor | None = None) -> list[list[int]]:
+    mask = torch.ones_like(ids) if mask is None else mask
+    found = model.generate(
+        ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return found[:, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "lag"),
+    [
+        ("llama", "dynamic", 0),
+        ("llama", "static", 1),
+        ("gpt2", "dynamic", 1),
+        ("gemma3", "dynamic", 0),
+        ("gemma3", "static", 0),
+    ],
+)
+def test_greedy_text_is_that_of_transformers(architecture: str, kind: Any, lag: int) -> None:
+    model = make_value_model(architecture)
+    planned = apply(uniform_plan(find_sites(model), "int4_g32"), model, mode="auto", dtype=torch.float32)
+    found = generate(planned, IDS, max_new_tokens=7, cache_kind=kind, lag=lag)
+    assert [list(tokens) for tokens in found.tokens] == of_transformers(planned, IDS, 7)
+    assert found.num_steps == 6 and found.stopped == (False, False) and found.num_prompt_tokens == 9
+    assert found.cache_bytes > 0
+
+
+def test_prompts_of_different_lengths_are_padded_on_their_left() -> None:
+    model = make_value_model("llama")
+    mask = torch.ones_like(IDS)
+    mask[0, :4] = 0
+    found = generate(model, IDS, max_new_tokens=5, attention_mask=mask)
+    alone = generate(model, IDS[:1, 4:], max_new_tokens=5)
+    assert [list(tokens) for tokens in found.tokens] == of_transformers(model, IDS, 5, mask)
+    assert found.tokens[0] == alone.tokens[0]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_stop_tokens_end_a_sequence_and_only_it(lag: int) -> None:
+    model = make_value_model("llama")
+    whole = generate(model, IDS, max_new_tokens=8).tokens
+    stop = next(token for token in whole[0] if token not in whole[1])
+    place = whole[0].index(stop)
+    heard: list[list[int | None]] = []
+    found = generate(model, IDS, max_new_tokens=8, stop_ids={stop}, on_tokens=heard.append, lag=lag)
+    assert found.tokens == (whole[0][:place], whole[1]) and found.stopped == (True, False)
+    assert [step[1] for step in heard] == list(whole[1])
+    assert [step[0] for step in heard if step[0] is not None] == list(whole[0][:place])
+    alone = generate(model, IDS[:1], max_new_tokens=8, stop_ids={stop}, lag=lag)
+    assert alone.tokens == (whole[0][:place],) and alone.num_steps <= place + lag
+
+
+def test_a_text_goes_on_from_its_cache() -> None:
+    model = make_value_model("llama")
+    whole = generate(model, IDS, max_new_tokens=3)
+    first = generate(model, IDS[:, :6], max_new_tokens=1)
+    second = generate(model, IDS[:, 6:], max_new_tokens=3, cache=first.cache)
+    assert second.tokens == whole.tokens
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes a host wait for a device: numbers read one by one, and copies to where the host is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Counts of calls that a loop over a GPU must not make: by method, and by what torch runs."""
+    mode = Waits()
+
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(Tensor, name)
+
+        def call(self: Tensor, *arguments: Any, **named: Any) -> Any:
+            mode.counts[name] += 1
+            return original(self, *arguments, **named)
+
+        return call
+
+    for name in ("item", "cpu", "tolist", "__bool__", "__int__", "__float__", "__index__"):
+        monkeypatch.setattr(Tensor, name, counted(name))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: mode.counts.update(["synchronize"]))
+    with mode:
+        yield mode.counts
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme", "lag"),
+    [
+        ("llama", "int4_g32", 0),
+        ("llama", "int8_static", 0),
+        ("llama", "int8_static", 1),
+        ("gpt2", "int8", 1),
+        ("gemma3", "int4_g32", 0),
+    ],
+)
+def test_no_step_makes_the_host_wait(architecture: str, scheme: str, lag: int, waits: Counter[str]) -> None:
+    """Whatever a step asked for would be asked for more often in more steps."""
+    model = make_value_model(architecture)
+    weights = uniform_plan(find_sites(model), scheme)
+    caches = [site for site in find_value_sites(model) if site.role == "kv_cache"]
+    plan = plan_of([*weights.sites, *(choice(site, "int8_token") for site in caches)], weights.tensors)
+    planned = apply(plan, model, mode="auto", dtype=torch.float32)
+    counts = []
+    for num_tokens in (2, 2, 5):  # what is done once is done in the first
+        waits.clear()
+        generate(planned, IDS, max_new_tokens=num_tokens, sampling=Sampling(temperature=1.0, top_p=0.9), lag=lag)
+        counts.append(dict(waits))
+    assert counts[1] == counts[2]
+
+
+def test_the_count_sees_what_waits(waits: Counter[str]) -> None:
+    x = torch.ones(3)
+    assert x.sum().item() == 3 and bool(x.any()) and int(x[0]) == 1
+    x.cpu()
+    assert waits["item"] == waits["__bool__"] == waits["__int__"] == waits["cpu"] == 1
+    assert waits["aten._local_scalar_dense.default"] >= 3
+
+
+def overflowing_plan(model: Any, scale: float) -> Any:
+    plan = uniform_plan(find_sites(model), "int8_static")
+    return plan.attach(tensors={name: np.full_like(array, scale) for name, array in plan.tensors.items()})
+
+
+def test_a_step_that_overflowed_is_run_again_wide() -> None:
+    """One step late, and with the tokens that looking at once gives: inputs of all matrices unrounded."""
+    model = make_value_model("llama")
+    planned: Any = apply(overflowing_plan(model, 1e-4), model, mode="auto", dtype=torch.float32)
+    at_once = generate(planned, IDS, max_new_tokens=6, lag=0)
+    assert planned.bitwright_run.counters.repeated_steps == 0
+    counters = planned.bitwright_run.counters
+    late = generate(planned, IDS, max_new_tokens=6, lag=1)
+    assert late.tokens == at_once.tokens
+    assert counters.repeated_steps == counters.overflowed_steps == 5
+    assert late.cache.get_seq_length() == at_once.cache.get_seq_length()
+    calm: Any = apply(overflowing_plan(model, 10.0), model, mode="auto", dtype=torch.float32)
+    generate(calm, IDS, max_new_tokens=6, lag=1)
+    assert calm.bitwright_run.counters.repeated_steps == 0
+    assert calm.bitwright_run.counters.metrics()["fallback_token_fallbacks"] == 0
+
+
+def test_sampling_draws_what_it_says() -> None:
+    """Shares of 20,000 draws, against the probabilities cut by hand."""
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -8.0]]).repeat(20_000, 1)
+    probabilities = (logits[0] / 0.8).softmax(-1)
+    for top_p, kept in ((1.0, 5), (0.9, 2), (0.3, 1)):
+        drawn = Chooser(Sampling(temperature=0.8, top_p=top_p, seed=1), logits.device)(logits)
+        shares = torch.bincount(drawn.flatten(), minlength=5) / len(logits)
+        expected = torch.where(torch.arange(5) < kept, probabilities, 0.0)
+        torch.testing.assert_close(shares, expected / expected.sum(), rtol=0, atol=0.015)
+        again = Chooser(Sampling(temperature=0.8, top_p=top_p, seed=1), logits.device)(logits)
+        assert torch.equal(drawn, again)
+    assert int(Chooser(Sampling(), logits.device)(logits[:1])) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.5}, r"top_p is 1.5; give the share"),
+    ],
+)
+def test_sampling_that_makes_no_sense_is_refused(settings: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Sampling(**settings)
+
+
+def test_what_no_model_can_go_on_with_is_refused() -> None:
+    model = make_value_model("llama")
+    with pytest.raises(DataError, match="the prompt is empty"):
+        generate(model, IDS[:, :0], max_new_tokens=3)
+    with pytest.raises(DataError, match="0 new tokens were asked for"):
+        generate(model, IDS, max_new_tokens=0)
+    with pytest.raises(DataError, match=r"9 tokens of prompt and 504 new ones are more than the model's 512 positions"):
+        generate(model, IDS, max_new_tokens=504)
+
+
+def test_a_reader_reads_in_order_and_forgets_the_last() -> None:
+    reader = TokenReader(torch.device("cpu"), 1)
+    for first in range(3):
+        reader.send(torch.tensor([[first], [10 + first]]))
+    reader.forget(1)
+    assert [reader.read(), reader.read()] == [[0, 10], [1, 11]]
