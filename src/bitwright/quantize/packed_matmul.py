@@ -8,7 +8,8 @@ Layouts (`matmuls/`) are asked in their order of preference why they do not hold
 is taken, and `MatmulSelection.reason` says what was passed over and why. The last one, dequantise, has no exceptions.
 
 The operator `bitwright::packed_matmul` is opaque to compilers, as all of `ops` are. Its gradient is that of a linear
-layer with a frozen weight: grad x = grad y · W, with the dequantised weight; codes have none.
+layer with a frozen weight: grad x = grad y · W, with the dequantised weight; codes have none. Where nobody traces and
+no gradient is taken, the layout is called without torch's dispatcher, which costs as much as a small product.
 """
 
 from __future__ import annotations
@@ -84,9 +85,28 @@ def packed_matmul(x: Tensor, matrix: PackedMatrix) -> Tensor:
             f"x has shape {tuple(x.shape)}, but the weight has {matrix.shape[1]} columns; the last dimension of x is "
             "multiplied with those"
         )
+    if not _is_watched(x):
+        return _product(x, matrix)
     parts = list(matrix.parts.values())
     names = " ".join(matrix.parts)
     return torch.ops.bitwright.packed_matmul(x, parts, names, matrix.layout, matrix.scheme.text, *matrix.shape)
+
+
+def _is_watched(x: Tensor) -> bool:
+    """Whether someone traces what is computed, or will ask for its gradient."""
+    return (
+        type(x) is not Tensor
+        or (x.requires_grad and torch.is_grad_enabled())
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def _product(x: Tensor, matrix: PackedMatrix) -> Tensor:
+    rows, columns = matrix.shape
+    y_MN = MATMULS[matrix.layout].multiply(x.reshape(-1, columns), matrix)
+    return y_MN.reshape(*x.shape[:-1], rows)
 
 
 # --- the operators ----------------------------------------------------------------------------------------------------
@@ -110,10 +130,7 @@ def _matrix_of(parts: Sequence[Tensor], names: str, layout: str, scheme: str, ro
 
 
 def _multiply(x: Tensor, *facts: Any) -> Tensor:
-    matrix = _matrix_of(*facts)
-    rows, columns = matrix.shape
-    y_MN = MATMULS[matrix.layout].multiply(x.reshape(-1, columns), matrix)
-    return y_MN.reshape(*x.shape[:-1], rows)
+    return _product(x, _matrix_of(*facts))
 
 
 def _multiply_back(grad: Tensor, *facts: Any) -> Tensor:

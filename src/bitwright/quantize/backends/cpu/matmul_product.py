@@ -56,8 +56,8 @@ def multiply(
     call = _call_of(parts, has_dot, direct)
     at_once = MAX_COLUMNS // NUM_PARTS[x_MK.dtype]
     if tokens <= at_once:
-        return _product(x_MK.detach(), parts, tensors, call)
-    return torch.cat([_product(some, parts, tensors, call) for some in x_MK.detach().split(at_once)])
+        return _product(x_MK, parts, tensors, call)
+    return torch.cat([_product(some, parts, tensors, call) for some in x_MK.split(at_once)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -106,7 +106,7 @@ def _codes_of(side: Side | None) -> tuple[npt.NDArray[Any], int]:
 
 
 def _product(x_MK: Tensor, parts: Parts, tensors: Mapping[str, Tensor], call: _Call) -> Tensor:
-    columns_CK = columns_of(x_MK)
+    columns_CK = columns_of(x_MK.detach() if x_MK.requires_grad else x_MK)
     pairs = pairs_of(columns_CK, parts.tiles)
     y_CN = torch.empty(len(columns_CK), parts.shape[0])
     scales, offsets, tensor_scale = (tensors.get(name) for name in ("scales", "offsets", "tensor_scale"))
