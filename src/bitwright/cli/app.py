@@ -12,6 +12,8 @@ from typing import Annotated
 import typer
 
 from bitwright.cli import (
+    bench,
+    chat,
     compare,
     export,
     formats,
@@ -23,6 +25,7 @@ from bitwright.cli import (
     hardware_show,
     import_,
     optimize,
+    run_,
     schemes,
     show,
     verify,
@@ -47,6 +50,9 @@ def create_app() -> typer.Typer:
     app.callback()(_options)
     app.command("optimize", cls=PanelledCommand)(optimize.optimize_command)
     app.command("verify")(verify.verify_command)
+    app.command("run")(run_.run_command)
+    app.command("chat")(chat.chat_command)
+    app.command("bench")(bench.bench_command)
     app.command("compare")(compare.compare_command)
     app.command("show")(show.show_command)
     app.command("export")(export.export_command)

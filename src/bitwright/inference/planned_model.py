@@ -1,0 +1,67 @@
+"""The model of a plan: loaded from where it was planned, and checked to be the one that the plan is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from bitwright.errors import PlanError
+from bitwright.models.load import load
+from bitwright.models.loaded import LoadedModel
+from bitwright.models.sites import Site, find_sites
+from bitwright.plan import Plan
+
+#: Differences that an error names.
+_NAMED = 5
+
+
+def open_model(
+    plan: Plan, source: str | Path | LoadedModel | None = None, *, allow_pickle: bool = False
+) -> tuple[LoadedModel, tuple[Site, ...]]:
+    """Load the model of a plan, and find its sites.
+
+    Args:
+        plan: says where the model lay.
+        source: where it lies now; None: there still.
+        allow_pickle: accept pickled weights.
+
+    Raises:
+        PlanError: nothing lies there any more, or the weights are others than the plan was made for.
+        ModelError: the model cannot be read.
+    """
+    where = plan.run.paths.get("model", plan.model.name) if source is None else source
+    if isinstance(where, str) and Path(where).is_absolute() and not Path(where).exists():
+        raise PlanError(f"the plan's model lay at '{where}' and is no longer there; give it with --model")
+    site_file = plan.run.paths.get("sites")
+    if isinstance(where, LoadedModel):
+        loaded = where
+    else:
+        loaded = load(where, allow_pickle=allow_pickle, seed=plan.seed, site_file=site_file)
+    sites = find_sites(loaded.model, site_file)
+    raise_if_other_model(plan, loaded, sites)
+    return loaded, sites
+
+
+def raise_if_other_model(plan: Plan, loaded: LoadedModel, sites: Sequence[Site]) -> None:
+    """Raise PlanError unless a plan was made for these weights: which tensors differ, as far as a plan can tell.
+
+    A plan holds one hash of all weights, and names and shapes of its sites.
+    """
+    if plan.model.hash == loaded.hash:
+        return
+    found = {site.name: site.shape for site in sites}
+    wanted = {choice.name: choice.shape for choice in plan.sites if choice.kind == "weight"}
+    differing = [f"{name} is not in it" for name in wanted if name not in found]
+    differing += [
+        f"{name} is {list(found[name])} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if found.get(name, shape) != shape
+    ]
+    if not differing:
+        differing = [f"the shapes of all {len(wanted)} tensors agree, their values do not"]
+    more = f"; and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+    raise PlanError(
+        f"the weights of {loaded.name!r} (hash {loaded.hash[:12]}) are not those that the plan was made for "
+        f"({plan.model.name!r}, hash {plan.model.hash[:12]}): {'; '.join(differing[:_NAMED])}{more}; give the right "
+        "model with --model, or plan anew"
+    )
