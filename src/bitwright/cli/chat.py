@@ -89,7 +89,12 @@ class _Chat:
         raise_if_too_long(self.planned, ids.shape[1], self.max_new_tokens)
         first = self._part(ids[0].tolist())
         pieces: list[str] = []
-        stream = TextStream(self.tokenizer, lambda piece: (pieces.append(piece), write_text(piece)))
+
+        def write(piece: str) -> None:
+            pieces.append(piece)
+            write_text(piece)
+
+        stream = TextStream(self.tokenizer, write)
         found = generate(
             self.planned,
             ids[:, first:],
