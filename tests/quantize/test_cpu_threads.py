@@ -77,6 +77,24 @@ def test_every_mode_and_delayed_scaling() -> None:
     assert same_bits(values, expected) and amax == largest == 1e6
 
 
+_FIRST_CALL = """
+import torch
+from bitwright.quantize import SCHEMES, fake_quantize
+torch.set_num_threads(3)
+fake_quantize(torch.ones(512, 512), SCHEMES["mxfp8"].weights)
+print(torch.get_num_threads())
+"""
+
+
+def test_torch_keeps_its_number_of_threads() -> None:
+    """Numba, where it shares OpenMP with torch, sets their number when its own threads start."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NUMBA_NUM_THREADS": "4"}
+    done = subprocess.run(
+        [sys.executable, "-c", _FIRST_CALL], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["3"]
+
+
 def test_results_that_do_not_begin_with_a_cache_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrays, "STREAMED_BYTES", 1)
     x, scheme = matrix(torch.float32), scheme_of("mxfp4")

@@ -66,16 +66,16 @@ def test_codes_come_back_from_tiles(bits: int, shape: tuple[int, int]) -> None:
         stream[:, -1] &= (1 << columns * bits % 8) - 1  # bits that no code has
     for size in (columns, 4 * unit_columns(bits)):
         tiles = Tiles(rows=rows, columns=columns, bits=bits, group_columns=size)
-        laid = to_tiles(stream, tiles, 1)
+        laid = to_tiles(stream, tiles)
         assert laid.shape == (tiles.num_tiles, tiles.tile_bytes)
-        assert (from_tiles(laid, tiles, 1) == stream).all()
+        assert (from_tiles(laid, tiles) == stream).all()
 
 
 def test_four_bit_codes_lie_as_the_layout_says() -> None:
     """Row 17, column 5: the second code vector of the third pair, row 1 of it, odd column: bits 4–7 of word 3."""
     stream = torch.zeros(64, 4, dtype=torch.uint8).numpy()
     stream[17, 2] = 0xA0
-    words = to_tiles(stream, Tiles(rows=64, columns=8, bits=4, group_columns=8), 1).view("uint16").reshape(4, 32)
+    words = to_tiles(stream, Tiles(rows=64, columns=8, bits=4, group_columns=8)).view("uint16").reshape(4, 32)
     assert words[2, 3] == 0xA0
     words[2, 3] = 0
     assert not words.any()

@@ -36,8 +36,7 @@ def run_whole(one: Any, several: Any, arrays: tuple[Any, ...], numbers: int, arg
     """Call a kernel for a flat array of so many numbers, on one thread or on several."""
     num_threads = _num_threads(numbers)
     if num_threads > 1:
-        with _ONE_AT_A_TIME:
-            return run(several, *arrays, *arguments, num_threads)
+        return _run_parallel(several, *arrays, *arguments, num_threads)
     return run(one, *arrays, 0, numbers, *arguments)
 
 
@@ -47,10 +46,22 @@ def run_rows(
     """Call a kernel for all rows, on one thread or on several."""
     num_threads = min(num_rows, _num_threads(numbers))
     if num_threads > 1:
-        with _ONE_AT_A_TIME:
-            run(several, *arrays, num_rows, *arguments, num_threads)
+        _run_parallel(several, *arrays, num_rows, *arguments, num_threads)
     else:
         run(one, *arrays, 0, num_rows, *arguments)
+
+
+def _run_parallel(several: Any, *arguments: Any) -> Any:
+    """Call a kernel that starts threads.
+
+    Where Numba shares OpenMP with torch, its first such call would leave torch with as many threads as Numba may have.
+    """
+    with _ONE_AT_A_TIME:
+        num_threads = torch.get_num_threads()
+        result = run(several, *arguments)
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+        return result
 
 
 def array_of(x: Tensor) -> Any:

@@ -30,6 +30,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from bitwright.quantize.backends.cpu.arrays import run_rows
+
 #: Rows of a tile; rows of a code vector.
 TILE_ROWS, VECTOR_ROWS = 64, 16
 #: Code vectors of a pair of columns.
@@ -174,7 +176,9 @@ def pieces_of(bits: int) -> npt.NDArray[np.int64]:
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def _lay_tiles(stream, places, words, first, last, pieces, num_vectors, bits):  # type: ignore[no-untyped-def]
+def lay_tiles(stream, words, places, first, last, pieces, num_vectors, bits):  # type: ignore[no-untyped-def]
+    """Codes to tiles first … last. stream: uint8 [N, bytes] (`quantize/pack.py`); words: uint16 [tiles, vectors, 32],
+    zeros; places: where columns lie (`Tiles.column_places`)."""
     num_codes, num_pieces = pieces.shape[:2]
     for tile in range(first, last):
         for column in range(places.size):
@@ -194,15 +198,18 @@ def _lay_tiles(stream, places, words, first, last, pieces, num_vectors, bits):  
 
 
 @njit(nogil=True, error_model="numpy", parallel=True, cache=True)
-def lay_tiles(stream, places, words, pieces, num_vectors, bits, num_threads):  # type: ignore[no-untyped-def]
-    """Codes to tiles. stream: uint8 [N, bytes] (`quantize/pack.py`); words: uint16 [tiles, vectors, 32], zeros."""
+def lay_tiles_parallel(  # type: ignore[no-untyped-def]
+    stream, words, places, num_tiles, pieces, num_vectors, bits, num_threads
+):
+    """`lay_tiles` of all tiles on several threads."""
     for thread in numba.prange(num_threads):
-        first, last = words.shape[0] * thread // num_threads, words.shape[0] * (thread + 1) // num_threads
-        _lay_tiles(stream, places, words, first, last, pieces, num_vectors, bits)
+        first, last = num_tiles * thread // num_threads, num_tiles * (thread + 1) // num_threads
+        lay_tiles(stream, words, places, first, last, pieces, num_vectors, bits)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def _collect_tiles(words, places, stream, first, last, pieces, num_vectors, bits):  # type: ignore[no-untyped-def]
+def collect_tiles(stream, words, places, first, last, pieces, num_vectors, bits):  # type: ignore[no-untyped-def]
+    """Undo `lay_tiles`; stream: zeros."""
     num_codes, num_pieces = pieces.shape[:2]
     for tile in range(first, last):
         for column in range(places.size):
@@ -223,28 +230,34 @@ def _collect_tiles(words, places, stream, first, last, pieces, num_vectors, bits
 
 
 @njit(nogil=True, error_model="numpy", parallel=True, cache=True)
-def collect_tiles(words, places, stream, pieces, num_vectors, bits, num_threads):  # type: ignore[no-untyped-def]
-    """Undo `lay_tiles`; stream: zeros."""
+def collect_tiles_parallel(  # type: ignore[no-untyped-def]
+    stream, words, places, num_tiles, pieces, num_vectors, bits, num_threads
+):
+    """`collect_tiles` of all tiles on several threads."""
     for thread in numba.prange(num_threads):
-        first, last = words.shape[0] * thread // num_threads, words.shape[0] * (thread + 1) // num_threads
-        _collect_tiles(words, places, stream, first, last, pieces, num_vectors, bits)
+        first, last = num_tiles * thread // num_threads, num_tiles * (thread + 1) // num_threads
+        collect_tiles(stream, words, places, first, last, pieces, num_vectors, bits)
 
 
-def to_tiles(stream: npt.NDArray[np.uint8], tiles: Tiles, num_threads: int) -> npt.NDArray[np.uint8]:
+def to_tiles(stream: npt.NDArray[np.uint8], tiles: Tiles) -> npt.NDArray[np.uint8]:
     """Codes of a matrix in tiles: uint8 [N, bytes of a row] → uint8 [tiles, bytes of a tile]."""
     words = np.zeros((tiles.num_tiles, tiles.tile_bytes // 64, VECTOR_WORDS), np.uint16)
-    arguments = (pieces_of(tiles.bits), unit_of(tiles.bits).num_vectors, tiles.bits, num_threads)
-    lay_tiles(stream, tiles.column_places, words, *arguments)
+    _run(lay_tiles, lay_tiles_parallel, stream, words, tiles)
     return words.reshape(tiles.num_tiles, -1).view(np.uint8)
 
 
-def from_tiles(codes: npt.NDArray[np.uint8], tiles: Tiles, num_threads: int) -> npt.NDArray[np.uint8]:
+def from_tiles(codes: npt.NDArray[np.uint8], tiles: Tiles) -> npt.NDArray[np.uint8]:
     """Undo `to_tiles`."""
     words = codes.view(np.uint16).reshape(tiles.num_tiles, -1, VECTOR_WORDS)
     stream = np.zeros((tiles.rows, -(-tiles.columns * tiles.bits // 8)), np.uint8)
-    arguments = (pieces_of(tiles.bits), unit_of(tiles.bits).num_vectors, tiles.bits, num_threads)
-    collect_tiles(words, tiles.column_places, stream, *arguments)
+    _run(collect_tiles, collect_tiles_parallel, stream, words, tiles)
     return stream
+
+
+def _run(one: Any, several: Any, stream: npt.NDArray[np.uint8], words: npt.NDArray[np.uint16], tiles: Tiles) -> None:
+    arguments = (pieces_of(tiles.bits), unit_of(tiles.bits).num_vectors, tiles.bits)
+    arrays = (stream, words, tiles.column_places)
+    run_rows(one, several, arrays, tiles.num_tiles, arguments, tiles.rows * tiles.columns)
 
 
 def constant(number: int) -> Any:

@@ -175,9 +175,9 @@ def _side(scheme: TensorScheme, shape: tuple[int, int], number: Format, *, as_bi
 
 def lay_codes(stream_NB: Tensor, tiles: Tiles) -> Tensor:
     """The bitstream of each row (`quantize/pack.py`) as tiles: uint8 [tiles, bytes]."""
-    return torch.from_numpy(to_tiles(stream_NB.contiguous().numpy(), tiles, torch.get_num_threads()))
+    return torch.from_numpy(to_tiles(stream_NB.contiguous().numpy(), tiles))
 
 
 def collect_codes(laid: Tensor, tiles: Tiles) -> Tensor:
     """Undo `lay_codes`."""
-    return torch.from_numpy(from_tiles(laid.contiguous().numpy(), tiles, torch.get_num_threads()))
+    return torch.from_numpy(from_tiles(laid.contiguous().numpy(), tiles))
