@@ -281,12 +281,13 @@ def _tie_reasons(plan: Plan, engine: Engine | None) -> Iterable[tuple[SiteChoice
     for choice in plan.sites:
         if choice.name in tied:
             groups.setdefault(tied[choice.name], []).append(choice)
-    for group, members in groups.items():
+    for members in groups.values():
         schemes = list(dict.fromkeys(choice.scheme for choice in members))
         if len(schemes) > 1:
-            by = "is one stored matrix" if engine is None else f"is computed at once by {engine.name}"
+            parts = " and ".join(dict.fromkeys(choice.role for choice in members))
+            together = f"{parts} are one stored matrix" if engine is None else f"{engine.name} computes {parts} at once"
             for choice in members:
-                yield choice, f"{spell_sites([group])} {by} and cannot mix {', '.join(schemes)}"
+                yield choice, f"{together}, which cannot mix {', '.join(schemes)}"
         elif engine is not None:
             yield from _seam_reasons(members, engine)
 

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from bitwright import formats
 from bitwright.errors import PlanError
 from bitwright.inference import ValueRule, codes_of, rule_of, value_rules
+from bitwright.inference.planned_model import raise_if_other_model
 from bitwright.models.loaded import DTYPE_FORMATS, LoadedModel
 from bitwright.models.sites import Site, find_sites, site_weight
 from bitwright.models.value_sites import ValueSite, find_value_sites
@@ -252,28 +253,6 @@ def _largest_value(model: nn.Module) -> float:
             stack.callback(module.register_forward_hook(note).remove)
         model(input_ids=torch.arange(_NUM_TOKENS).unsqueeze(0))
     return max(seen, default=math.inf)
-
-
-def raise_if_other_model(plan: Plan, loaded: LoadedModel, sites: Sequence[Site]) -> None:
-    """Raise PlanError, naming the tensors that differ, unless the plan was made for these weights."""
-    if plan.model.hash == loaded.hash:
-        return
-    found = {site.name: site.shape for site in sites}
-    wanted = {choice.name: choice.shape for choice in plan.sites if choice.kind == "weight"}
-    lacking = [f"{name} is not in it" for name in wanted if name not in found]
-    reshaped = [
-        f"{name} is {list(found[name])} instead of {list(shape)}"
-        for name, shape in wanted.items()
-        if found.get(name, shape) != shape
-    ]
-    differing = [*lacking, *reshaped]
-    if not differing:
-        differing = [f"the shapes of all {len(wanted)} tensors agree, their values do not"]
-    shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
-    raise PlanError(
-        f"the weights of {loaded.name!r} (hash {loaded.hash[:12]}) are not those that the plan was made for "
-        f"({plan.model.name!r}, hash {plan.model.hash[:12]}): {shown}; give the right model with --model, or plan anew"
-    )
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -70,7 +71,7 @@ class ShardWriter:
             code = str(error).rpartition("os error ")[2].partition(")")[0]
             if not code.isdigit():
                 raise
-            raise OSError(int(code), str(error)) from error
+            raise OSError(int(code), os.strerror(int(code))) from error
         self._total_bytes += self._held_bytes
         self._held, self._held_bytes = {}, 0
         self._num_shards += 1

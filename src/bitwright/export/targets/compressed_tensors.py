@@ -401,18 +401,21 @@ def _cache_scales(source: ExportSource) -> dict[str, Tensor]:
 def _notes(source: ExportSource, modules: Sequence[CodedModule]) -> Iterable[str]:
     """What the checkpoint cannot say."""
     dtype = DTYPE_FORMATS[source.dtype]
-    rounded = {
-        module.scheme.name
-        for module in modules
-        if (weights := module.scheme.weights) is not None
-        and weights.scaling is not None
-        and weights.scaling.scale_format in ("fp16", "bf16", "fp32")
-        and module.scheme.activations is None
-        and weights.scaling.scale_format != dtype
-        and dtype != "fp32"
-    }
+    schemes = {module.scheme.name: module.scheme.weights for module in modules if module.scheme.activations is None}
+    scalings = {name: weights.scaling for name, weights in schemes.items() if weights is not None}
+    rounded = [
+        name
+        for name, scaling in scalings.items()
+        if scaling is not None and scaling.scale_format in ("fp16", "bf16", "fp32") and dtype != "fp32"
+        if scaling.scale_format != dtype
+    ]
     if rounded:
-        yield f"engines keep the scales of {', '.join(sorted(rounded))} in the dtype of the model, here {dtype}"
+        yield f"engines keep the scales of {', '.join(rounded)} in the dtype of the model, here {dtype}"
+    if any(scaling is not None and scaling.symmetry == "zero_point" for scaling in scalings.values()):
+        yield (
+            "transformers with compressed-tensors 0.20 loads zero points with "
+            "quantization_config=CompressedTensorsConfig(dequantize=True) only"
+        )
 
 
 EXPORTERS = (CompressedTensors(),)

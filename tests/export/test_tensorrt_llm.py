@@ -1,0 +1,124 @@
+"""Folders for TensorRT-LLM, read back as ModelOpt lays them out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from export_models import planned, small_model, stored_json, stored_tensors, uniform
+from small_plans import choice, plan_of
+
+from bitwright.errors import ExportError
+from bitwright.export import export
+from bitwright.inference import apply
+from bitwright.models.loaded import LoadedModel
+from bitwright.models.value_sites import find_value_sites
+
+#: A python with ModelOpt.
+READER = os.environ.get("BITWRIGHT_MODELOPT_PYTHON")
+NAME = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_tokenizer: Any) -> LoadedModel:
+    return small_model(tiny_tokenizer)
+
+
+def test_fp8_rows(loaded: LoadedModel, tmp_path: Path) -> None:
+    plan = uniform(loaded, "fp8")
+    export(plan, loaded, "tensorrt-llm", tmp_path / "out")
+    stored = stored_tensors(tmp_path / "out")
+    values = stored[f"{NAME}.weight"].float() * stored[f"{NAME}.weight_scale"][:, None]
+    torch.testing.assert_close(values, apply(plan, loaded).get_parameter(f"{NAME}.weight").data, rtol=2e-7, atol=0)
+    quantization = stored_json(tmp_path / "out", "hf_quant_config.json")["quantization"]
+    assert quantization["quant_algo"] == "FP8_PER_CHANNEL_PER_TOKEN"
+    assert quantization["exclude_modules"] == ["lm_head"] and quantization["kv_cache_quant_algo"] is None
+
+
+def test_pairs_of_rows_share_a_byte(loaded: LoadedModel, tmp_path: Path) -> None:
+    plan = planned(loaded, lambda site: "int4_g128" if "mlp" in site.name else "fp8" if "attn" in site.name else "bf16")
+    export(plan, loaded, "tensorrt-llm", tmp_path / "out")
+    stored = stored_tensors(tmp_path / "out")
+    packed = stored[f"{NAME}.weight"].numpy()
+    codes = np.empty((2 * packed.shape[0], packed.shape[1]), dtype=np.int64)
+    for row in range(len(codes)):
+        nibble = (packed[row // 2] >> (4 * (row % 2))) & 15
+        codes[row] = np.where(nibble > 7, nibble.astype(int) - 16, nibble)
+    values = torch.from_numpy(codes) * stored[f"{NAME}.weight_scale"].float().repeat_interleave(128, 1)
+    torch.testing.assert_close(values, apply(plan, loaded).get_parameter(f"{NAME}.weight").data, rtol=2e-7, atol=0)
+    quantization = stored_json(tmp_path / "out", "hf_quant_config.json")["quantization"]
+    assert quantization["quant_algo"] == "MIXED_PRECISION" and len(quantization["quantized_layers"]) == 14
+    assert quantization["quantized_layers"][NAME] == {
+        "quant_algo": "W4A16_AWQ",
+        "group_size": 128,
+        "has_zero_point": False,
+        "pre_quant_scale": True,
+    }
+
+
+def test_caches_have_one_scale_a_layer(loaded: LoadedModel, tmp_path: Path) -> None:
+    sites = [site for site in find_value_sites(loaded.model) if site.role == "kv_cache"]
+    scales = {f"{site.name}/scale": np.array([0.25], dtype=np.float32) for site in sites}
+    plan = plan_of([choice(site, "fp8_e4m3_tensor") for site in sites], scales)
+    plan = plan.replace(model=plan.model.model_copy(update={"hash": loaded.hash}))
+    export(plan, loaded, "tensorrt-llm", tmp_path / "out")
+    stored = stored_tensors(tmp_path / "out")
+    assert stored["model.layers.0.self_attn.v_proj.v_scale"].item() == 0.25
+    assert stored_json(tmp_path / "out", "hf_quant_config.json")["quantization"]["kv_cache_quant_algo"] == "FP8"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "says"),
+    [
+        ("fp8_static", "no fp8_e4m3 per row, fp32 scales with inputs as fp8_e4m3 per tensor"),
+        ("int4_g64", "no int4 per group"),
+        ("nvfp4", "tensor scale is found on every call"),
+        ("fp8_w", "with inputs in 16 bits"),
+    ],
+)
+def test_what_has_no_recipe_is_refused(loaded: LoadedModel, tmp_path: Path, scheme: str, says: str) -> None:
+    with pytest.raises(ExportError, match=says):
+        export(uniform(loaded, scheme), loaded, "tensorrt-llm", tmp_path / "out")
+
+
+_READ = """
+import json, sys
+from pathlib import Path
+import torch
+from safetensors.torch import load_file
+from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
+from modelopt.torch.export.quant_utils import to_quantized_weight
+folder, values = Path(sys.argv[1]), torch.load(sys.argv[2])
+print(json.dumps(convert_hf_quant_config_format(json.loads((folder / "hf_quant_config.json").read_text()))))
+stored = load_file(folder / "model.safetensors")
+for name, (kind, weight) in values.items():
+    scale = stored[name + ".weight_scale"].float()
+    again = to_quantized_weight(weight, scale, kind, block_size=128)
+    assert torch.equal(again.view(torch.uint8), stored[name + ".weight"].view(torch.uint8)), name
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not READER, reason="BITWRIGHT_MODELOPT_PYTHON names no python with ModelOpt")
+def test_modelopt_reads_the_config_and_makes_the_same_bytes_of_the_values(loaded: LoadedModel, tmp_path: Path) -> None:
+    assert READER
+    plan = planned(loaded, lambda site: "int4_g128" if "mlp" in site.name else "fp8" if "attn" in site.name else "bf16")
+    export(plan, loaded, "tensorrt-llm", tmp_path / "out", dtype="fp32")
+    run = apply(plan, loaded)
+    kinds = {NAME: "int4_awq", "model.layers.0.self_attn.q_proj": "fp8_pc_pt"}
+    torch.save(
+        {name: (kind, run.get_parameter(f"{name}.weight").data) for name, kind in kinds.items()}, tmp_path / "v.pt"
+    )
+    done = subprocess.run(
+        [READER, "-c", _READ, tmp_path / "out", tmp_path / "v.pt"],
+        capture_output=True,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "config_groups" in done.stdout
