@@ -1,7 +1,10 @@
-"""The Triton kernels on a GPU: equal bit for bit, and how fast beside a copy. One run, under eight minutes.
+"""The Triton kernels on a GPU: equal bit for bit, and how fast beside a copy; packed products, beside bf16's.
+
+One run takes under eight minutes; of a part, less.
 
     python benchmarks/gpu_check.py                      on a machine with a GPU (make gpu-check)
     python benchmarks/gpu_check.py --quick              a tenth of the inputs and of the elements
+    python benchmarks/gpu_check.py --part products      one part of it; products take under two minutes
     python benchmarks/gpu_check.py --cpu-interpreter    a tiny dry run without a GPU: its times mean nothing
 
 Equality: a million stratified fp32 inputs of every format (tests/formats/stratified.py), rounded by the kernel, by
@@ -14,9 +17,11 @@ Speed: 64 Mi elements, the median of 15 runs after 3, beside a device copy of th
 the GPU works: it is kept busy while Python prepares the launch, by clearing a gibibyte, which empties its caches too.
 `call_ms` is what a caller waits for, with Python and the launch in it.
 
+Products with packed weights are in gpu_products.py.
+
 Results go to benchmarks/results/gpu-check.json after every check (of a dry run, nowhere): machine, versions, each
 equality with its number of differences, each time and ratio. After seven minutes no check is begun; what was left out
-is named.
+is named. One part goes to gpu-check-<part>.json.
 
 Exit code: 0; 1 if anything differs or fails; 2 if there is no GPU, or no Triton.
 """
@@ -40,12 +45,15 @@ from typing import Any
 ARGUMENTS = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 ARGUMENTS.add_argument("--quick", action="store_true", help="a tenth of the inputs and of the elements")
 ARGUMENTS.add_argument("--cpu-interpreter", action="store_true", help="a dry run in Triton's interpreter")
+PARTS = ("nearest", "scaled", "products", "delayed", "speed", "others")
+ARGUMENTS.add_argument("--part", choices=PARTS, help="this part alone")
 ARGUMENTS.add_argument("--out", type=Path, help="where the results go (default: benchmarks/results/gpu-check.json)")
 if "--cpu-interpreter" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from gpu_products import product_checks  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 from rich.table import Table  # noqa: E402
@@ -435,9 +443,13 @@ def is_bad(row: dict[str, Any]) -> bool:
     return "failed" in row or row.get("num_different", 0) > 0
 
 
+def all_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for kind in ("equality", "speed", "products") for row in results[kind]]
+
+
 def show(results: dict[str, Any], console: Console) -> None:
-    rows = [row for row in results["equality"] if "num_values" in row]
-    bad = [row for row in results["equality"] + results["speed"] if is_bad(row)]
+    rows = [row for row in all_rows(results) if "num_values" in row]
+    bad = [row for row in all_rows(results) if is_bad(row)]
     num_values = sum(row["num_values"] for row in rows)
     console.print(f"{len(rows)} comparisons of {num_values:,} values: {len(bad)} with differences or failures")
     table = Table("kernel", "dtype", "ms", "copy ms", "share of a copy's speed", "wanted")
@@ -449,9 +461,24 @@ def show(results: dict[str, Any], console: Console) -> None:
                 f"{row['verb']} {row['what']}", row["dtype"], str(row["ms"]), str(row["copy_ms"]), ratio,
                 str(row["target_ratio"]),
             )  # fmt: skip
-    console.print(table)
+    if table.row_count:
+        console.print(table)
+    show_products(results["products"], console)
     if results["left_out"]:
         console.print(f"left out after {BUDGET_S:.0f} s: {'; '.join(results['left_out'])}", soft_wrap=True)
+
+
+def show_products(rows: list[dict[str, Any]], console: Console) -> None:
+    columns = ("scheme", "tokens", "dtype", "largest error / allowed", "MB", "ms", "bf16 ms", "call ms", "× bf16")
+    keys = ("scheme", "tokens", "dtype", "worst", "mb", "ms", "bf16_ms", "call_ms", "speed_ratio")
+    table = Table(*columns, title="packed products")
+    for row in rows:
+        if "refused" in row:
+            console.print(f"{row['scheme']}: {row['refused']}", soft_wrap=True)
+        if "worst" in row:
+            table.add_row(*(str(row.get(key, "")) for key in keys))
+    if table.row_count:
+        console.print(table)
 
 
 def main() -> int:
@@ -462,21 +489,28 @@ def main() -> int:
         console.print(reason, soft_wrap=True)
         return 2
     extent = extent_of(arguments)
-    checks = [
-        *rounding_checks(extent, "nearest"),
-        *scaled_checks(extent),
-        *delayed_checks(extent),
-        *(list(speed_checks(extent))[:: extent.stride]),
-        *rounding_checks(extent, "others"),
-    ]
+    parts: dict[str, Iterator[Check]] = {
+        "nearest": rounding_checks(extent, "nearest"),
+        "scaled": scaled_checks(extent),
+        "products": (
+            Check(kind="products", name=name, run=run)
+            for name, run in product_checks(extent.device, arguments.cpu_interpreter, median_ms)
+        ),
+        "delayed": delayed_checks(extent),
+        "speed": iter(list(speed_checks(extent))[:: extent.stride]),
+        "others": rounding_checks(extent, "others"),
+    }
+    checks = [check for part in PARTS if arguments.part in (None, part) for check in parts[part]]
     # a dry run has nothing to tell anyone
-    out = arguments.out or (None if arguments.cpu_interpreter else RESULT_FILE)
+    result_file = RESULT_FILE.with_stem(f"{RESULT_FILE.stem}-{arguments.part}") if arguments.part else RESULT_FILE
+    out = arguments.out or (None if arguments.cpu_interpreter else result_file)
     results: dict[str, Any] = {
         "machine": machine(extent.device),
         "interpreted": arguments.cpu_interpreter,
         "quick": arguments.quick,
         "equality": [],
         "speed": [],
+        "products": [],
         "left_out": [],
         "seconds": {},
     }
@@ -486,7 +520,7 @@ def main() -> int:
     if out is not None:
         out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         console.print(f"results: {out}", soft_wrap=True)
-    return int(any(is_bad(row) for row in results["equality"] + results["speed"]))
+    return int(any(is_bad(row) for row in all_rows(results)))
 
 
 if __name__ == "__main__":
