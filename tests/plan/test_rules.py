@@ -257,7 +257,7 @@ def test_transforms_are_applied_where_an_engine_can() -> None:
 
     assert reason("vllm", "awq", "attn.q") is None
     assert "at attn.q, attn.k, attn.v" in str(reason("vllm", "awq", "mlp.down"))
-    assert reason("vllm", "hadamard", "mlp.down") is None
+    assert reason("vllm", "hadamard", "mlp.down") == "vllm cannot apply hadamard to the inputs of a layer"
     assert reason("llama.cpp", "hadamard", "attn.q") == "llama.cpp cannot apply hadamard to the inputs of a layer"
     assert reason("llama.cpp", "none", "attn.q") is None
 
