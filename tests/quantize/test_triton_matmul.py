@@ -5,13 +5,14 @@ Whether kernels are interpreted is settled when Triton is imported, so that both
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from galleries import gaussian
-from test_triton import NEEDS_TRITON, collect, run
+from test_triton import NEEDS_TRITON, ROOT, collect, run
 
 from bitwright.errors import MissingExtra, SchemeError
 from bitwright.quantize import MATMULS, SCHEMES, TensorScheme, pack, select_matmul
@@ -127,3 +128,21 @@ def test_real_shapes_have_long_chunks() -> None:
     assert chunks_of(4096, 11008, 4, 128).chunk_lanes == 16
     assert chunks_of(4096, 11008, 8, 11008).chunk_lanes == 32
     assert chunks_of(4096, 11008, 4, 16).chunk_lanes == 2
+
+
+# --- the check on a GPU -----------------------------------------------------------------------------------------------
+
+
+def test_the_check_on_a_gpu_notices_what_is_off() -> None:
+    spec = importlib.util.spec_from_file_location("gpu_products", ROOT / "benchmarks" / "gpu_products.py")
+    assert spec is not None and spec.loader is not None
+    products = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(products)
+    expected = torch.tensor([[1.0, 2.0, 0.0, -3.0]], dtype=torch.float64)
+    off = torch.full((1, 4), 1e-6, dtype=torch.float64)
+    assert products.judged(expected.bfloat16(), expected, off)["num_different"] == 0
+    wrong = torch.tensor([[1.0, 2.02, 1e-5, torch.nan]]).bfloat16()
+    assert products.judged(wrong, expected, off)["num_different"] == 3
+    exact, magnitudes, gamma = products.exact_values(pack(gaussian(4, 70), WEIGHTS["int4_g32_min"]))
+    torch.testing.assert_close(exact, pack(gaussian(4, 70), WEIGHTS["int4_g32_min"]).unpack().double())
+    assert (magnitudes >= exact.abs() - 1e-12).all() and 0 < gamma < 1e-5
