@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json as json_format
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
 from bitwright.cli.output import write_json
 from bitwright.cli.progress import Bars
-from bitwright.cli.table import measured_rows, new_console, print_rows
+from bitwright.cli.table import measured_rows, new_console, new_table, print_rows, print_table
+from bitwright.cli.usage import split_names
 from bitwright.plan import Measured, Plan, load_plan
 from bitwright.plan.canonical import canonical_json
-from bitwright.report.units import LIMIT_TITLES, spell_limit_value
+from bitwright.report.units import LIMIT_TITLES, spell_interval, spell_limit_value, spell_number
+
+if TYPE_CHECKING:
+    from bitwright.search.harness import TaskResult
 
 
 def verify_command(
@@ -25,6 +32,16 @@ def verify_command(
         str | None, typer.Option(metavar="SRC", help="Other text; default: the plan's own evaluation text.")
     ] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to measure on.", show_default=False)] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASK,…",
+            help="Tasks of the lm-evaluation-harness instead: names it knows, or .yaml files of yours.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Documents of each task; default: all.", show_default=False)
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the measurement as JSON and nothing else.")] = False,
 ) -> None:
     """Measure a plan again, from scratch.
@@ -32,6 +49,9 @@ def verify_command(
     Exit code 3: a quality limit of the plan's budget is missed in this measurement.
     """
     loaded = load_plan(plan)
+    if tasks is not None:
+        _verify_on_tasks(loaded, split_names(tasks, "task"), model, limit, json)
+        return
     from bitwright.quantize.backends.cpu.announce import announcing
     from bitwright.search.optimize import verify
 
@@ -53,6 +73,39 @@ def verify_command(
             console.print(Text("every quality limit of the plan holds here", style="bold green"))
     if missed:
         raise typer.Exit(3)
+
+
+def _verify_on_tasks(plan: Plan, tasks: Sequence[str], model: str | None, limit: int | None, json: bool) -> None:
+    """Both models on tasks, metric by metric."""
+    from bitwright.inference.planned_model import open_model
+    from bitwright.search.harness import run_tasks
+
+    with Bars() as bars:
+        loaded, sites = open_model(plan, model)
+        results = run_tasks(plan, loaded, tasks, sites=sites, limit=limit, progress=bars)
+    if json:
+        write_json(json_format.dumps([_facts(result) for result in results], indent=2) + "\n")
+        return
+    table = new_table(
+        ("task", False),
+        ("metric", False),
+        ("documents", True),
+        ("reference", True),
+        ("plan", True),
+        ("plan − reference", True),
+    )
+    for result in results:
+        difference = "" if result.difference is None else spell_interval(result.difference)
+        figures = (f"{result.num_documents:,}", spell_number(result.reference), spell_number(result.plan), difference)
+        table.add_row(Text(result.task), Text(result.metric), *figures)
+    console = new_console()
+    print_table(console, table)
+    console.print(Text("brackets are 95 % intervals, paired over documents", style="dim"))
+
+
+def _facts(result: TaskResult) -> dict[str, object]:
+    difference = None if result.difference is None else result.difference.model_dump(mode="json")
+    return {**asdict(result), "difference": difference}
 
 
 def missed_limits(plan: Plan, measured: Measured) -> list[str]:
