@@ -284,10 +284,10 @@ def _tie_reasons(plan: Plan, engine: Engine | None) -> Iterable[tuple[SiteChoice
     for members in groups.values():
         schemes = list(dict.fromkeys(choice.scheme for choice in members))
         if len(schemes) > 1:
-            parts = " and ".join(dict.fromkeys(choice.role for choice in members))
+            parts = _listed([choice.role for choice in members])
             together = f"{parts} are one stored matrix" if engine is None else f"{engine.name} computes {parts} at once"
             for choice in members:
-                yield choice, f"{together}, which cannot mix {', '.join(schemes)}"
+                yield choice, f"{together}, under one scheme, and the plan gives them several"
         elif engine is not None:
             yield from _seam_reasons(members, engine)
 
@@ -298,12 +298,18 @@ def _seam_reasons(members: Sequence[SiteChoice], engine: Engine) -> Iterable[tup
     rows = 0 if weights is None or weights.scaling is None else weights.scaling.granularity.block_rows
     short = [choice for choice in members[:-1] if rows and choice.shape[0] % rows]
     for choice in members if short else ():
-        parts = ", ".join(f"{part.shape[0]} rows of {part.role}" for part in short)
+        parts = _listed([f"{part.shape[0]} rows of {part.role}" for part in short])
         yield (
             choice,
-            f"{engine.name} computes {' and '.join(member.role for member in members)} as one matrix, in which blocks "
-            f"of {rows} rows do not end with the {parts}",
+            f"{engine.name} computes {_listed([member.role for member in members])} as one matrix, in which blocks of "
+            f"{rows} rows do not end with the {parts}",
         )
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """a, b and c; each once."""
+    *most, last = dict.fromkeys(parts)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _grouped(found: Iterable[tuple[SiteChoice, str]]) -> tuple[Refused, ...]:

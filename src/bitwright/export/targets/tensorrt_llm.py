@@ -130,7 +130,7 @@ class TensorRtLlm:
             return f"ModelOpt's checkpoints have no change of inputs that {choice.transform} needs"
         rows, columns = choice.shape
         if algorithm.group_size and columns % algorithm.group_size:
-            return f"{algorithm.name} refuses groups of {algorithm.group_size} in {columns} columns"
+            return f"{algorithm.name} has groups of {algorithm.group_size}, which do not divide {columns} columns"
         if algorithm.store is _nibbles and rows % 2:
             return f"{algorithm.name} packs rows in pairs, and there are {rows}"
         return None
