@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def test_a_matrix_is_held_only_after_enough_overflows(chosen: FallbackSettings, 
 def test_between_two_holds_lie_many_calls(chosen: FallbackSettings, calls: list[bool]) -> None:
     held = run(chosen, calls)
     begins = [at for at in range(1, len(held)) if held[at] and not held[at - 1]]
-    for first, second in zip(begins, begins[1:], strict=False):
+    for first, second in pairwise(begins):
         assert second - first >= chosen.leave + chosen.enter
     for at in range(1, len(held)):
         if held[at - 1] and not held[at]:

@@ -253,7 +253,7 @@ def test_what_would_be_lost_is_refused(make_tiny_model: Callable[..., Any]) -> N
     assert isinstance(layer, PackedLinear) and tuple(layer.weight.shape) == (96, 64)
     expected = fake_quantize(model.model.layers[0].mlp.up_proj.weight, SCHEMES["int8_w"].weights)  # type: ignore[arg-type]
     assert torch.equal(layer.weight.float(), expected.to(layer.weight.dtype).float())
-    with pytest.raises(RuntimeError, match="[Ii]nference"):
+    with pytest.raises(RuntimeError, match=r"[Ii]nference"):
         layer.weight.add_(1.0)
     assert isinstance(planned.get_input_embeddings(), PackedEmbedding)
     with pytest.raises(ModelError, match="holds packed codes already"):
@@ -264,7 +264,7 @@ def test_modes_and_what_they_refuse(make_tiny_model: Callable[..., Any]) -> None
     model = make_tiny_model("llama")
     sites = find_sites(model)
     mixed = plan_of([choice(site, "int8" if "mlp" in site.role else "fp8") for site in sites[:-2]])
-    with pytest.raises(UnknownName, match="unknown mode 'fast'.*Known modes: emulate, packed, native, auto"):
+    with pytest.raises(UnknownName, match=r"unknown mode 'fast'.*Known modes: emulate, packed, native, auto"):
         apply(mixed, model, mode="fast")
     with pytest.raises(PlanError, match=r"8 of 14 sites.*self_attn.q_proj \(fp8: .*and 5 more; run it with mode auto"):
         apply(mixed, model, mode="native")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitwright.inference.counters import PaddingCounts
-from bitwright.inference.native_rows import NATIVE_KERNELS, NativeRows, select_native
+from bitwright.inference.native_rows import NATIVE_PRODUCTS, Int8Rows, ScaledRows, select_native
 from bitwright.inference.padding import Multiples, Padding, fill, up_to
-from bitwright.quantize import SCHEMES, quantize
+from bitwright.quantize import SCHEMES, fake_quantize, pack, quantize
+from bitwright.quantize.matmuls.scaled_mm import ScaledMm
+from bitwright.quantize.pack import pack_codes
 from bitwright.quantize.scheme import Scheme
 
-KERNEL = next(kernel for kernel in NATIVE_KERNELS if "cpu" in kernel.device_types)
+INT8 = NATIVE_PRODUCTS[0]
 
 
 @settings(max_examples=50, deadline=None)
@@ -55,8 +55,8 @@ def test_codes_times_codes_whatever_the_shape(
     weight = quantize(torch.randn(num_rows, columns), scheme.weights)
     x = quantize(torch.randn(tokens, columns), scheme.activations)
     counts = PaddingCounts()
-    rows = NativeRows(replace(KERNEL), weight, Padding(multiples=multiples, counts=counts))
-    found = rows.multiply_codes(x)
+    rows = Int8Rows(pack_codes(weight), Padding(multiples=multiples, counts=counts))
+    found = rows.multiply_codes(pack_codes(x), torch.float32)
     assert weight.scales_NG is not None and x.scales_NG is not None
     whole = (x.codes_NK.double() @ weight.codes_NK.double().T).float()
     expected = whole * x.scales_NG * weight.scales_NG.reshape(1, -1)
@@ -67,17 +67,34 @@ def test_codes_times_codes_whatever_the_shape(
     assert (counts.padded_values > 0) == (multiples != Multiples() and tokens > 0)
 
 
+@pytest.mark.parametrize("shape", [(1, 13, 17), (5, 49, 31), (24, 96, 128)])
+def test_fp8_codes_times_codes(shape: tuple[int, int, int]) -> None:
+    """torch has these products on a CPU too, as a loop: the rows that a GPU runs give the product of the values."""
+    tokens, num_rows, columns = shape
+    torch.manual_seed(1)
+    scheme = SCHEMES["fp8"]
+    assert scheme.weights is not None and scheme.activations is not None
+    weight, x = torch.randn(num_rows, columns), torch.randn(tokens, columns)
+    rows = ScaledRows(ScaledMm().prepare(pack(weight, scheme.weights)))
+    exact = fake_quantize(x, scheme.activations) @ fake_quantize(weight, scheme.weights).T
+    found = rows.multiply_codes(pack(x, scheme.activations), torch.bfloat16)
+    assert found.shape == exact.shape
+    assert ((found.float() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-4).all()
+    assert torch.equal(rows.values(), fake_quantize(weight, scheme.weights))
+    torch.testing.assert_close(rows.multiply(x), x @ rows.values().T, rtol=1e-5, atol=1e-4)
+
+
 def test_a_kernel_says_why_it_does_not_fit() -> None:
     cases = {
         "int8_w": "its inputs are not rounded",
-        "mxint8": "under one symmetric scale per row or tensor",
-        "fp8": "torch._int_mm takes weights in int8, not in fp8_e4m3; torch._scaled_mm runs on cuda, not on cpu",
+        "mxint8": "under one symmetric fp32 scale per row or tensor",
+        "fp8": "torch._int_mm takes weights in int8, not in fp8_e4m3; torch has scaled products on a CPU as a loop",
         "bf16": "in int8 under a scale, not bf16",
     }
     for name, reason in cases.items():
         selection = select_native(SCHEMES[name], "cpu")
-        assert selection.kernel is None and reason in selection.reason
-    assert select_native(SCHEMES["int8"], "cpu").kernel is KERNEL
+        assert selection.product is None and reason in selection.reason
+    assert select_native(SCHEMES["int8"], "cpu").product is INT8
     asymmetric = Scheme(
         name="x",
         description="",
@@ -85,4 +102,4 @@ def test_a_kernel_says_why_it_does_not_fit() -> None:
         weights=SCHEMES["int4_g32_zp"].weights,
         activations=SCHEMES["int8"].activations,
     )
-    assert select_native(asymmetric, "cpu").kernel is None
+    assert select_native(asymmetric, "cpu").product is None

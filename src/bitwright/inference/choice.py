@@ -20,7 +20,7 @@ import torch
 from bitwright import formats
 from bitwright.catalog import nearest_name_hint
 from bitwright.errors import PlanError, UnknownName
-from bitwright.inference.native_rows import NativeKernel, select_native
+from bitwright.inference.native_rows import NativeProduct, select_native
 from bitwright.plan import SiteChoice
 from bitwright.quantize.pack import stored_dtype
 from bitwright.quantize.packed_matmul import select_matmul
@@ -40,9 +40,9 @@ class Multiplication:
     #: What multiplies: "bf16", a kernel, or a packed layout.
     kernel: str
     reason: str
-    #: What the inputs are when they are multiplied.
+    #: What inputs are when they are multiplied as numbers.
     inputs_dtype: torch.dtype
-    native: NativeKernel | None = None
+    native: NativeProduct | None = None
 
 
 def find_mode(name: str) -> Mode:
@@ -70,13 +70,13 @@ def choose(scheme: Scheme, shape: tuple[int, int], mode: Mode, device_type: str,
         reason = f"{scheme.name} is what the model computes in"
         return Multiplication(kind="plain", kernel=name, reason=reason, inputs_dtype=dtype)
     native = select_native(scheme, device_type)
-    if mode != "packed" and native.kernel is not None:
+    if mode != "packed" and native.product is not None:
         return Multiplication(
             kind="native",
-            kernel=native.kernel.name,
+            kernel=native.product.name,
             reason=native.reason,
-            inputs_dtype=native.kernel.dtype,
-            native=native.kernel,
+            inputs_dtype=dtype,
+            native=native.product,
         )
     exact = scheme.activations is None or is_stored_in(scheme.activations, dtype)
     inputs_dtype = dtype if exact else torch.float32

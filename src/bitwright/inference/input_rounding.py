@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bitwright.quantize import quantize
+from bitwright.quantize import pack, quantize
 from bitwright.quantize.fitted import Fitted
-from bitwright.quantize.qtensor import QTensor
+from bitwright.quantize.pack import PackedTensor, pack_codes
 from bitwright.quantize.scaling import Scales
 from bitwright.quantize.scheme import TensorScheme
 from bitwright.quantize.static_scales import overflows, round_input
@@ -58,13 +58,13 @@ class InputRounding(nn.Module):
         """x″ of an x', fp32; x' itself where inputs are not rounded."""
         return changed_MK if self.activations is None else round_input(changed_MK, self.activations, self.scale)
 
-    def codes(self, changed_MK: Tensor) -> QTensor:
+    def codes(self, changed_MK: Tensor) -> PackedTensor:
         """The codes and scales of an x'."""
         assert self.activations is not None
         if self.scale is None:
-            return quantize(changed_MK, self.activations)
+            return pack(changed_MK, self.activations)
         stored = Scales(scale=self.scale.reshape(1, 1, 1), offset=None, tensor_scale=None)
-        return quantize(changed_MK, self.activations, scales=stored)
+        return pack_codes(quantize(changed_MK, self.activations, scales=stored))
 
     def overflows(self, changed_MK: Tensor) -> Tensor | None:
         """Which numbers of an x' lie beyond the format, bool [M, K]; None where scales found per call cover them."""

@@ -31,10 +31,8 @@ from bitwright.inference.counters import FallbackCounts
 from bitwright.inference.emulate import SiteRule, input_rule
 from bitwright.inference.fallback import Fallback, FallbackSettings, Hysteresis
 from bitwright.inference.input_rounding import InputRounding
-from bitwright.inference.native_rows import NativeRows
 from bitwright.inference.packed_modules import PackedEmbedding, PackedLinear, PackedOperand, raise_if_planned
 from bitwright.inference.packed_weight import PackedRows, PackedWeight, PlainRows, Rows
-from bitwright.inference.padding import Multiples, Padding
 from bitwright.inference.run_report import RunReport, SiteRun
 from bitwright.models.linear_calls import Matrix, matrices_of
 from bitwright.models.sites import Site, site_weight
@@ -230,11 +228,9 @@ class _Builder:
             # in fp32 on a device: `codes_of` is arithmetic of torch like any other
             q = codes_of(choice, self.plan.tensors)(site_weight(self.model, site).float().contiguous())
             if how.native is not None:
-                multiples = how.native.multiples.get(self.device_type, Multiples())
-                rows = NativeRows(how.native, q, Padding(multiples=multiples, counts=self.run.counters.padding))
+                rows = how.native.rows(pack_codes(q), self.run.counters.padding)
             else:
-                layout = MATMULS[how.kernel]
-                rows = PackedRows(layout.prepare(pack_codes(q)), how.inputs_dtype, self.device_type)
+                rows = PackedRows(MATMULS[how.kernel].prepare(pack_codes(q)), how.inputs_dtype, self.device_type)
         if site is not None:
             self.num_bytes[site.name] = rows.nbytes()
         return rows

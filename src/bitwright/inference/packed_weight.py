@@ -5,7 +5,7 @@ apart. Inputs are rounded once for all of them (`input_rounding.py`); an exact c
 alone, as weight-only schemes may have it, is made for that run.
 
     PackedRows     codes in a layout of `quantize/packed_matmul.py`, expanded inside the kernel
-    NativeRows     codes that the device multiplies with codes of inputs (`native_rows.py`)
+    native rows    codes that the device multiplies with codes of inputs (`native_rows.py`)
     PlainRows      rows that no choice touches, beside others of their matrix that one does
 
 Codes and scales are buffers: they travel with `state_dict`, `.to(device)` and `deepcopy`, and `.to(dtype)` leaves them
@@ -31,8 +31,8 @@ from bitwright.errors import SchemeError
 from bitwright.inference.fallback import Action, Fallback, places_of
 from bitwright.inference.input_rounding import InputRounding, keeping_dtypes
 from bitwright.quantize.catalogs import MATMULS
+from bitwright.quantize.pack import PackedTensor
 from bitwright.quantize.packed_matmul import PackedMatrix, packed_matmul
-from bitwright.quantize.qtensor import QTensor
 from bitwright.quantize.scheme import TensorScheme
 
 
@@ -48,8 +48,8 @@ class Rows(nn.Module):
         """Outputs [M, N] of inputs that are numbers, in their dtype."""
         raise NotImplementedError
 
-    def multiply_codes(self, x: QTensor) -> Tensor:
-        """Outputs fp32 [M, N] of inputs as codes under scales."""
+    def multiply_codes(self, x: PackedTensor, dtype: torch.dtype) -> Tensor:
+        """Outputs [M, N] of inputs as codes under scales; `dtype` is what the model computes in."""
         raise NotImplementedError
 
     def values(self) -> Tensor:
@@ -57,7 +57,7 @@ class Rows(nn.Module):
         raise NotImplementedError
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Some of its rows, fp32 [*ids.shape, K]."""
+        """Some of them, fp32 [*ids.shape, K]."""
         return self.values()[ids]
 
     def nbytes(self) -> int:
@@ -108,6 +108,11 @@ class PackedRows(Rows):
     def values(self) -> Tensor:
         """fp32 [N, K], exact."""
         return MATMULS[self.layout].unpack(self.matrix)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Some rows, fp32 [*ids.shape, K]: by the layout where it can read rows, else of all values."""
+        rows = getattr(MATMULS[self.layout], "rows", None)
+        return super().lookup(ids) if rows is None else rows(self.matrix, ids.flatten()).unflatten(0, ids.shape)
 
     def extra_repr(self) -> str:
         """Shown by print(model)."""
@@ -224,7 +229,7 @@ class PackedWeight(nn.Module):
         assert self.inputs is not None
         if self._rows[0].takes_codes:
             codes = self.inputs.codes(changed_MK)
-            return _beside([rows.multiply_codes(codes) for rows in self._rows])
+            return _beside([rows.multiply_codes(codes, self.dtype) for rows in self._rows])
         return self._multiply(self.inputs.round(changed_MK))
 
     def wide(self, changed_MK: Tensor) -> Tensor:
