@@ -24,8 +24,9 @@ from torch.nn import functional as F
 
 from bitwright.quantize import MATMULS, SCHEMES, PackedMatrix, PackedTensor, Scaling, TensorScheme, pack
 from bitwright.quantize.granularity import group, spread
-from bitwright.quantize.matmuls.scaled_mm import multiply_scaled, nvidia_capability, recipe_of, why_not_codes
+from bitwright.quantize.matmuls.scaled_mm import multiply_scaled
 from bitwright.quantize.pack import unpack_codes
+from bitwright.quantize.scaled_recipes import nvidia_capability, recipe_of, why_not_codes
 
 Rows = list[dict[str, Any]]
 #: (GPU ms, whole call ms) of what is called, on a device.

@@ -11,14 +11,8 @@ from galleries import gaussian, same_bits
 
 from bitwright.errors import SchemeError
 from bitwright.quantize import MATMULS, SCHEMES, PackedTensor, Scheme, TensorScheme, pack, quantize, select_matmul
-from bitwright.quantize.matmuls.scaled_mm import (
-    from_tiles,
-    multiply_scaled,
-    nvidia_capability,
-    recipe_of,
-    to_tiles,
-    why_not_codes,
-)
+from bitwright.quantize.matmuls.scaled_mm import from_tiles, multiply_scaled, to_tiles
+from bitwright.quantize.scaled_recipes import nvidia_capability, recipe_of, why_not_codes
 
 ADA, HOPPER, BLACKWELL = (8, 9), (9, 0), (10, 0)
 LAYOUT = MATMULS["scaled_mm"]

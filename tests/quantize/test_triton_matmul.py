@@ -16,7 +16,7 @@ from test_triton import NEEDS_TRITON, ROOT, collect, run
 
 from bitwright.errors import MissingExtra, SchemeError
 from bitwright.quantize import MATMULS, SCHEMES, TensorScheme, pack, select_matmul
-from bitwright.quantize.backends.triton.matmul import call_of
+from bitwright.quantize.backends.triton.matmul_call import call_of
 from bitwright.quantize.backends.triton.matmul_layout import chunks_of
 from bitwright.quantize.pack import pack_bits
 

@@ -35,8 +35,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compile:
     """``compiled(scheme, shape, tokens)`` → names and PTX of the kernels that a product would have launched."""
     found: list[tuple[str, str]] = []
 
-    def compile_instead(kernel: Any, programs: tuple, arguments: tuple, constants: tuple, x: object) -> None:
-        built = kernel.warmup(*arguments, *constants, grid=programs, enable_fp_fusion=True)
+    def compile_instead(
+        kernel: Any, programs: tuple, arguments: tuple, constants: tuple, x: object, num_warps: int = 4
+    ) -> None:
+        settings = {"grid": programs, "num_warps": num_warps, "num_stages": 2, "enable_fp_fusion": True}
+        built = kernel.warmup(*arguments, *constants, **settings)
         found.append((kernel.fn.__name__, built.asm["ptx"]))
 
     def run(scheme: TensorScheme, shape: tuple[int, int], tokens: int) -> list[tuple[str, str]]:

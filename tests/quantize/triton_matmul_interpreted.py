@@ -18,7 +18,7 @@ from torch import Tensor
 from bitwright import formats
 from bitwright.formats.decode import value_table
 from bitwright.quantize import MATMULS, SCHEMES, PackedTensor, Scaling, TensorScheme, pack
-from bitwright.quantize.backends.triton import matmul
+from bitwright.quantize.backends.triton import matmul_call
 from bitwright.quantize.backends.triton.matmul_numbers import why_no_number
 from bitwright.quantize.granularity import ROW, Granularity, block, group
 from bitwright.quantize.pack import pack_bits
@@ -94,7 +94,7 @@ def test_products_of_every_dtype(name: str, dtype: torch.dtype) -> None:
         assert check(packed, gaussian(tokens, 70, seed=tokens).to(dtype)).shape == (tokens, 5)
 
 
-@pytest.mark.parametrize("tokens", [1, 17, 70])
+@pytest.mark.parametrize("tokens", [1, 17, 130])
 @pytest.mark.parametrize("name", ["int4_g32_min", "fp6_w"])
 def test_several_programs(name: str, tokens: int) -> None:
     """More rows, lanes, columns and tokens than a program takes."""
@@ -110,8 +110,8 @@ def test_parts_of_a_sum_are_added_in_order(name: str, tokens: int, columns: int)
     """The same numbers on every run, however many parts; and the parts are those that `how` names."""
     packed = pack(gaussian(5, columns), KNOWN[name])
     x = gaussian(tokens, columns, seed=1).bfloat16()
-    call = matmul.call_of(packed.scheme.text, packed.shape)
-    parts = matmul.split_of(call, tokens).num_parts
+    call = matmul_call.call_of(packed.scheme.text, packed.shape)
+    parts = matmul_call.split_of(call, tokens).num_parts
     assert parts > 2
     matrix = LAYOUT.prepare(packed)
     assert f"in {parts} parts" in LAYOUT.how(tokens, matrix, x.dtype)
@@ -131,8 +131,8 @@ NUMBERS = [name for name, number in formats.FORMATS.items() if why_no_number(num
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_code_is_its_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One column: y is the value of the code times x, exactly; Inf and NaN too. Of 65,536 codes, the ends and some."""
-    monkeypatch.setattr(matmul, "_ROWS", 256)  # one program
-    monkeypatch.setattr(matmul, "_PRODUCT_ROWS", 256)
+    monkeypatch.setattr(matmul_call, "ROWS", 256)  # one program
+    monkeypatch.setattr(matmul_call, "PRODUCT_ROWS", 256)
     several = ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "e8m0", "nf4", "int16", "fp16", "bf16")
     number = formats.FORMATS[name]
     codes = np.arange(1 << number.bits)

@@ -1,8 +1,8 @@
 """Codes in words that the threads of a GPU read side by side, decoded in registers: our own kernels, in Triton.
 
-Where codes lie is `backends/triton/matmul_layout.py`, how they are decoded `matmul_numbers.py` and multiplied
-`matmul.py` there. It takes the bytes of the packed matrix, rows filled up to whole words; scales and offsets stay as
-they are stored.
+Where codes lie is `backends/triton/matmul_layout.py`, how they are decoded `matmul_numbers.py`, how products are cut
+into programs `matmul_call.py` and called `matmul.py` there. It takes the bytes of the packed matrix, rows filled up to
+whole words; scales and offsets stay as they are stored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from bitwright.quantize.backends.triton import launch
-from bitwright.quantize.backends.triton.matmul import call_of, multiply, operands_of, split_of, why_no_call
+from bitwright.quantize.backends.triton.matmul import multiply, operands_of
+from bitwright.quantize.backends.triton.matmul_call import call_of, split_of, why_no_call
 from bitwright.quantize.matmuls import PackedMatrix
 from bitwright.quantize.pack import PackedTensor
 from bitwright.quantize.quantize import unpack

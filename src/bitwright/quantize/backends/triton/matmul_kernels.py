@@ -59,14 +59,15 @@ def decode(word, shift: tl.constexpr, values, number: tl.constexpr):
 def read(pointer, index, mask, values, number: tl.constexpr):
     """Scales or offsets at places of their array, fp32; 0 outside the mask."""
     if pointer.dtype.element_ty == tl.uint8:
-        bit = index * number.bits
-        code = tl.load(pointer + bit // 8, mask=mask, other=0).to(tl.int32)
-        if number.bits != 8:
-            shift = bit % 8
+        if number.bits == 8:
+            code = tl.load(pointer + index, mask=mask, other=0).to(tl.int32)
+        else:
+            bit = index * number.bits
+            code = tl.load(pointer + bit // 8, mask=mask, other=0).to(tl.int32)
             if 8 % number.bits != 0:
-                straddles = mask & (shift + number.bits > 8)
+                straddles = mask & (bit % 8 + number.bits > 8)
                 code |= tl.load(pointer + bit // 8 + 1, mask=straddles, other=0).to(tl.int32) << 8
-            code = code >> shift
+            code = code >> (bit % 8)
         return tl.where(mask, decode(code, 0, values, number), 0.0)
     else:
         return load_fp32(pointer + index, mask)
