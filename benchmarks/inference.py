@@ -7,10 +7,10 @@ Results go to benchmarks/results/inference-<part>.json, with machine and version
 Run it on an otherwise idle machine.
 
 matmul: y = x Wᵀ with W of 4096 × 11008 and 4096 × 4096, Gaussian, x in bf16, on all threads that torch has. What is
-compared runs in turn (`timing`): torch's linear layer on bf16 weights, the packed product, and a loop that reads the
-packed codes and adds them up, which is as fast as memory is. Weights are rotated through copies that no cache holds
-together. Filed besides: the ways to multiply more tokens, each at several numbers of them, which is where the limits in
-`quantize/backends/cpu/matmul.py` come from.
+compared runs in turn (`timing`): torch's linear layer on bf16 weights, the packed product, and a sum over the packed
+bytes, which is as fast as memory is. Weights are rotated through copies that no cache holds together, all of them in
+huge pages. Filed besides: the ways to multiply more tokens, each at several numbers of them, which is where the limits
+in `quantize/backends/cpu/matmul.py` come from.
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numba
-import numpy as np
 import torch
 from machine import load_average, machine, now, why_not_quiet
-from numba import njit
 from timing import Timing, in_turn
 from torch import Tensor
 from torch.nn.functional import linear
@@ -79,7 +76,7 @@ def measure_matmul(*, quick: bool) -> None:
     shapes = ((256, 512),) if quick else SHAPES
     rows = []
     for shape in shapes:
-        weights = rotated(lambda shape=shape: torch.randn(shape).bfloat16(), _bytes(shape, 16), quick)
+        weights = rotated(lambda shape=shape: in_huge_pages(torch.randn(shape).bfloat16()), _bytes(shape, 16), quick)
         for name in MATMUL_SCHEMES:
             for row in product_rows(name, shape, weights, quick):
                 rows.append(row)
@@ -125,7 +122,7 @@ def product_rows(name: str, shape: tuple[int, int], weights: Iterator[Tensor], q
 def way_rows(name: str, shape: tuple[int, int], quick: bool) -> Iterator[dict[str, Any]]:
     """The ways to multiply more tokens than registers hold."""
     packed = pack(torch.randn(shape), scheme_of(name))
-    weight, parts = packed.unpack().bfloat16(), parts_of(packed.scheme.text, packed.shape)
+    weight, parts = in_huge_pages(packed.unpack().bfloat16()), parts_of(packed.scheme.text, packed.shape)
     tensors = parts.lay(packed)
     for tokens in WAYS_TOKENS:
         x = torch.randn(tokens, shape[1]).bfloat16()
@@ -158,8 +155,13 @@ def matrix_of(name: str, shape: tuple[int, int]) -> PackedMatrix:
 
 
 def copy_of(matrix: PackedMatrix) -> PackedMatrix:
-    """The same in memory of its own."""
-    return dataclasses.replace(matrix, parts={name: part.clone() for name, part in matrix.parts.items()})
+    """The same in memory of its own, in huge pages as that which `prepare` gives."""
+    return dataclasses.replace(matrix, parts={name: in_huge_pages(part) for name, part in matrix.parts.items()})
+
+
+def in_huge_pages(x: Tensor) -> Tensor:
+    """A copy; large ones lie in huge pages, which NumPy asks for and torch does not."""
+    return torch.from_numpy(x.contiguous().reshape(-1).view(torch.uint8).numpy().copy()).view(x.dtype).reshape(x.shape)
 
 
 def rotated(make: Callable[[], Any], num_bytes: int, quick: bool) -> Iterator[Any]:
@@ -175,23 +177,11 @@ def repetitions_of(calls: dict[str, Callable[[], object]], quick: bool) -> int:
     return min(60, max(7, int(1000 * _COMPARISON_S / turn_ms)))
 
 
-@njit(nogil=True, parallel=True, error_model="numpy")
-def _sum(words: Any, num_threads: int) -> int:
-    total = 0
-    for thread in numba.prange(num_threads):
-        first, last = words.size * thread // num_threads, words.size * (thread + 1) // num_threads
-        of_thread = 0
-        for i in range(first, last):
-            of_thread += words[i]
-        total += of_thread
-    return total
-
-
-def read(matrix: PackedMatrix) -> int:
-    """Read all parts of eight bytes and more, and add them up."""
-    num_threads = torch.get_num_threads()
-    words = [part.reshape(-1).view(torch.uint8).numpy() for part in matrix.parts.values() if part.dim()]
-    return sum(_sum(part[: part.size // 8 * 8].view(np.int64), num_threads) for part in words)
+def read(matrix: PackedMatrix) -> None:
+    """Read all parts, but for less than eight bytes of each, and add them up, by torch."""
+    for part in matrix.parts.values():
+        stored = part.reshape(-1).view(torch.uint8)
+        stored[: len(stored) // 8 * 8].view(torch.int64).sum()
 
 
 def spell_row(row: dict[str, Any]) -> str:

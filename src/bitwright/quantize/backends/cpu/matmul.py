@@ -25,7 +25,7 @@ import numba
 import numpy as np
 from numba import njit
 
-from bitwright.quantize.backends.cpu.matmul_lanes import add_offsets, expand_pairs, multiply_pairs, widen_groups
+from bitwright.quantize.backends.cpu.matmul_lanes import GROUPS, add_offsets, expand_pairs, multiply_pairs, widen_groups
 from bitwright.quantize.backends.cpu.matmul_layout import TILE_ROWS, constant
 
 #: Columns of x that are multiplied together, where there are several.
@@ -33,8 +33,6 @@ BLOCK_COLUMNS = 4
 #: Pairs of columns of a segment: expanded, 64 rows of them take 16 KiB.
 _SEGMENT_PAIRS = 64
 _PAIR_BYTES = 4 * TILE_ROWS  # of bf16
-#: Groups that codes of scales and offsets are filled up with at most.
-_FILLED = 8
 _ONE, _BLOCK, _BF16, _NONE = constant(1), constant(BLOCK_COLUMNS), constant(16), constant(0)
 
 
@@ -61,12 +59,46 @@ class Sizes(NamedTuple):
 
 
 @njit(nogil=True, error_model="numpy")
-def _spread_groups(source, tile, sizes, out, unit):  # type: ignore[no-untyped-def]
-    """Numbers that several rows share, times `unit`, to `out`, fp32 [groups · 64]."""
-    for group in range(sizes.num_groups):
+def _widen(source, tile, first, count, sizes, table, out, unit, bits):  # type: ignore[no-untyped-def]
+    """Scales or offsets of `count` groups from `first` on, times `unit`, to `out`, fp32 [groups · 64]."""
+    if not sizes.rows_of_scale:
+        widen_groups(source, tile, sizes.num_groups, first, count, table, out, unit, bits)
+        return
+    for group in range(count):
         for i in range(TILE_ROWS):
             row = min(tile * TILE_ROWS + i, sizes.rows - 1) // sizes.rows_of_scale
-            out[group * TILE_ROWS + i] = np.float32(source[row * sizes.num_groups + group]) * unit
+            out[group * TILE_ROWS + i] = np.float32(source[row * sizes.num_groups + first + group]) * unit
+
+
+@njit(nogil=True, error_model="numpy", inline="always")
+def _multiply_segment(  # type: ignore[no-untyped-def]
+    codes, at, pair, pairs, flat_x, shape, totals, scales, of_scale, segment, table, sizes, bits, mirrored, has_dot
+):
+    """totals += scales · codes · x of up to 128 columns of one group of a tile."""
+    num_blocks, num_pairs, block_columns = shape
+    for i in range(sizes.num_tables):
+        of_table = i * sizes.num_entries
+        if block_columns == 1:
+            multiply_pairs(
+                codes, at, pairs, table, of_table, flat_x, pair, totals, 0, scales, of_scale, bits, mirrored, _ONE,
+                has_dot,
+            )  # fmt: skip
+            continue
+        is_direct = num_blocks <= sizes.direct_blocks
+        if not is_direct:
+            expand_pairs(codes, at, pairs, table, of_table, segment, bits, mirrored)
+        for block in range(num_blocks):
+            of_x, of_totals = (block * num_pairs + pair) * BLOCK_COLUMNS, block * BLOCK_COLUMNS * TILE_ROWS
+            if is_direct:
+                multiply_pairs(
+                    codes, at, pairs, table, of_table, flat_x, of_x, totals, of_totals, scales, of_scale, bits,
+                    mirrored, _BLOCK, has_dot,
+                )  # fmt: skip
+            else:
+                multiply_pairs(
+                    segment, 0, pairs, table, 0, flat_x, of_x, totals, of_totals, scales, of_scale, _BF16, _NONE,
+                    _BLOCK, has_dot,
+                )  # fmt: skip
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
@@ -77,62 +109,38 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
     """`out[m, n]` of the rows n of tiles first … last.
 
     codes: uint8 [tiles · bytes]; x: uint32 [blocks, pairs, 1 or 4], pairs of bf16; out: fp32 [M, N]. scales, offsets:
-    as `widen_groups` or `_spread_groups` take them, one-dimensional; offsets is None without. sums: of x over groups,
-    fp32 [M, G]. factor: of all of `out`, fp32 [1]. tables: of codes, scales and offsets (`matmul_tables`). What comes
-    after `sizes` are constants (`matmul_layout`).
+    what is kept of them (`matmul_parts`), one-dimensional; offsets is None without. sums: of x over groups, fp32
+    [M, G]. factor: of all of `out`, fp32 [1]. tables: of codes, scales and offsets (`matmul_tables`). What comes after
+    `sizes` are constants (`matmul_layout`).
     """
     table, scale_table, offset_table = tables
-    unit = np.float32(sizes.scale_unit)
-    num_blocks, num_pairs, block_columns = x.shape
-    flat_x, flat_sums = x.reshape(-1), sums.reshape(-1)
-    totals = np.empty(num_blocks * block_columns * TILE_ROWS, np.float32)
-    of_scales = np.empty((sizes.num_groups + _FILLED) * TILE_ROWS, np.float32)
-    of_offsets = np.empty((sizes.num_groups + _FILLED) * TILE_ROWS, np.float32)
+    num_groups, num_pairs, flat_x, flat_sums = sizes.num_groups, x.shape[1], x.reshape(-1), sums.reshape(-1)
+    totals = np.empty(x.shape[0] * x.shape[2] * TILE_ROWS, np.float32)
+    of_scales, of_offsets = np.empty(GROUPS * TILE_ROWS, np.float32), np.empty(GROUPS * TILE_ROWS, np.float32)
     segment = np.empty(_SEGMENT_PAIRS * _PAIR_BYTES, np.uint8)
     for tile in range(first, last):
-        if sizes.rows_of_scale:
-            _spread_groups(scales, tile, sizes, of_scales, unit)
-        else:
-            widen_groups(scales, tile, sizes.num_groups, scale_table, of_scales, unit, scale_bits)
         totals[:] = 0.0
-        for group in range(sizes.num_groups):
-            of_group = sizes.last_pairs if group == sizes.num_groups - 1 else sizes.group_pairs
-            for start in range(0, of_group, _SEGMENT_PAIRS):
-                pairs = min(_SEGMENT_PAIRS, of_group - start)
-                pair, of_scale = group * sizes.group_pairs + start, group * TILE_ROWS
-                at = (tile * num_pairs + pair) * sizes.pair_bytes
-                for i in range(sizes.num_tables):
-                    of_table = i * sizes.num_entries
-                    if block_columns == 1:
-                        multiply_pairs(
-                            codes, at, pairs, table, of_table, flat_x, pair, totals, 0, of_scales, of_scale,
-                            bits, mirrored, _ONE, has_dot,
-                        )  # fmt: skip
-                    elif num_blocks <= sizes.direct_blocks:
-                        for block in range(num_blocks):
-                            of_x = (block * num_pairs + pair) * BLOCK_COLUMNS
-                            multiply_pairs(
-                                codes, at, pairs, table, of_table, flat_x, of_x, totals,
-                                block * BLOCK_COLUMNS * TILE_ROWS, of_scales, of_scale, bits, mirrored, _BLOCK, has_dot,
-                            )  # fmt: skip
-                    else:
-                        expand_pairs(codes, at, pairs, table, of_table, segment, bits, mirrored)
-                        for block in range(num_blocks):
-                            of_x = (block * num_pairs + pair) * BLOCK_COLUMNS
-                            multiply_pairs(
-                                segment, 0, pairs, table, 0, flat_x, of_x, totals, block * BLOCK_COLUMNS * TILE_ROWS,
-                                of_scales, of_scale, _BF16, _NONE, _BLOCK, has_dot,
-                            )  # fmt: skip
-        if offsets is not None:
-            if sizes.rows_of_scale:
-                _spread_groups(offsets, tile, sizes, of_offsets, np.float32(1.0))
-            else:
-                widen_groups(offsets, tile, sizes.num_groups, offset_table, of_offsets, np.float32(1.0), offset_bits)
-            if sizes.has_zero_points:
-                for i in range(sizes.num_groups * TILE_ROWS):
-                    of_offsets[i] = -of_offsets[i] * of_scales[i]
-            for m in range(sums.shape[0]):
-                add_offsets(totals, m * TILE_ROWS, of_offsets, flat_sums, m * sizes.num_groups, sizes.num_groups)
+        for some in range(0, num_groups, GROUPS):
+            count = min(GROUPS, num_groups - some)
+            unit = np.float32(sizes.scale_unit)
+            _widen(scales, tile, some, count, sizes, scale_table, of_scales, unit, scale_bits)
+            for group in range(some, some + count):
+                of_group = sizes.last_pairs if group == num_groups - 1 else sizes.group_pairs
+                for start in range(0, of_group, _SEGMENT_PAIRS):
+                    pair = group * sizes.group_pairs + start
+                    at = (tile * num_pairs + pair) * sizes.pair_bytes
+                    _multiply_segment(
+                        codes, at, pair, min(_SEGMENT_PAIRS, of_group - start), flat_x, x.shape, totals, of_scales,
+                        (group - some) * TILE_ROWS, segment, table, sizes, bits, mirrored, has_dot,
+                    )  # fmt: skip
+            if offsets is not None:
+                one = np.float32(1.0)
+                _widen(offsets, tile, some, count, sizes, offset_table, of_offsets, one, offset_bits)
+                if sizes.has_zero_points:
+                    for i in range(count * TILE_ROWS):
+                        of_offsets[i] = -of_offsets[i] * of_scales[i]
+                for m in range(sums.shape[0]):
+                    add_offsets(totals, m * TILE_ROWS, of_offsets, flat_sums, m * num_groups + some, count)
         for m in range(out.shape[0]):
             for row in range(tile * TILE_ROWS, min((tile + 1) * TILE_ROWS, sizes.rows)):
                 out[m, row] = totals[(m - tile) * TILE_ROWS + row] * factor[0]

@@ -51,6 +51,11 @@ from bitwright.quantize.backends.cpu.matmul_layout import (
 )
 
 VECTOR_BYTES = 2 * VECTOR_WORDS
+#: How far ahead codes are asked for: a product at batch 1 takes a seventh less time than without; 1 and 16 KiB ahead,
+#: a tenth less.
+PREFETCHED_BYTES = 4096
+#: Groups whose scales are widened together: as many as the widest unit fills up to.
+GROUPS = 8
 _BYTES = ir.VectorType(I8, VECTOR_BYTES)
 _WORDS = ir.VectorType(I16, VECTOR_WORDS)
 _PAIRS = ir.VectorType(I32, VECTOR_ROWS)
@@ -151,6 +156,8 @@ def _expanded(context: Any, builder: Any, codes_type: Any, codes: Any, position:
     vectors = [builder.load(pointer(context, builder, codes_type, codes, at, _WORDS), align=1) for at in places]
     if bits == 16:
         return vectors
+    for at in places:
+        _prefetch(context, builder, codes_type, codes, builder.add(at, _at(PREFETCHED_BYTES)))
     if bits == 8:
         return [words for vector in vectors for words in _bytes_looked_up(builder, vector, table)]
     return [
@@ -158,6 +165,14 @@ def _expanded(context: Any, builder: Any, codes_type: Any, codes: Any, position:
         for repeat in range(repeats)
         for pieces in unit.codes
     ]
+
+
+def _prefetch(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> None:
+    """Ask for a cache line; one that does not exist is no error."""
+    place = pointer(context, builder, array_type, array, index, I8)
+    function_type = ir.FunctionType(ir.VoidType(), [place.type, I32, I32, I32])
+    prefetch = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+    builder.call(prefetch, [place, *(ir.Constant(I32, number) for number in (0, 3, 1))])
 
 
 def _pairs_of(bits: int) -> int:
@@ -290,50 +305,64 @@ def multiply_pairs(
 
 @intrinsic(prefer_literal=True)
 def widen_groups(
-    typing_context: Any, source: Any, tile: Any, num_groups: Any, table: Any, out: Any, unit: Any, bits: Any
+    typing_context: Any,
+    source: Any,
+    tile: Any,
+    num_groups: Any,
+    first: Any,
+    count: Any,
+    table: Any,
+    out: Any,
+    unit: Any,
+    bits: Any,
 ) -> Any:
-    """What is stored for the groups of a tile's rows, times `unit`, to `out`, fp32 [groups, 64].
+    """What is stored for `count` groups of a tile's rows, from `first` on, times `unit`, to `out`, fp32 [groups, 64].
 
     source: numbers [tiles, groups, 64] of 16 or 32 bits; or bytes: codes in tiles of `bits` bits, whose columns are
-    groups, filled up as columns are. `out` has place for what fills up.
+    groups, filled up as columns are. `first` is a multiple of GROUPS; `out` has place for as many.
     """
 
     def numbers(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source_, tile_, num_groups_, _, out_, unit_, _ = args
-        count = builder.mul(num_groups_, _at(TILE_ROWS))
-        first, factor = builder.mul(tile_, count), splat(builder, unit_, _SUMS)
-        with cgutils.for_range_slice(builder, _at(0), count, _at(VECTOR_ROWS), I64) as (index, _):
-            at = builder.add(first, index)
+        source_, tile_, num_groups_, first_, count_, _, out_, unit_, _ = args
+        begin = builder.mul(builder.add(builder.mul(tile_, num_groups_), first_), _at(TILE_ROWS))
+        factor = splat(builder, unit_, _SUMS)
+        end = builder.mul(count_, _at(TILE_ROWS))
+        with cgutils.for_range_slice(builder, _at(0), end, _at(VECTOR_ROWS), I64) as (index, _):
+            at = builder.add(begin, index)
             values = load_in_order(context, builder, signature.args[0], source_, at, VECTOR_ROWS)
-            place = pointer(context, builder, signature.args[4], out_, index, _SUMS)
+            place = pointer(context, builder, signature.args[6], out_, index, _SUMS)
             builder.store(builder.fmul(values, factor), place, align=4)
         return context.get_dummy_value()
 
     def codes(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source_, tile_, num_groups_, table_, out_, unit_, _ = args
-        step = 2 * _pairs_of(bits.count)
-        whole = builder.add(num_groups_, _at(step - 1))
-        num_pairs = builder.mul(builder.sdiv(whole, _at(step)), _at(step // 2))
-        first = builder.mul(builder.mul(tile_, num_pairs), _at(pair_bytes(bits.count)))
-        registers = _table(context, builder, signature.args[3], table_, _at(0), bits.count, False)
+        source_, tile_, num_groups_, first_, count_, table_, out_, unit_, _ = args
+
+        def pairs_of_groups(groups: Any) -> Any:
+            step = 2 * _pairs_of(bits.count)
+            whole = builder.add(groups, _at(step - 1))
+            return builder.mul(builder.sdiv(whole, _at(step)), _at(step // 2))
+
+        before = builder.add(builder.mul(tile_, pairs_of_groups(num_groups_)), builder.sdiv(first_, _at(2)))
+        begin = builder.mul(before, _at(pair_bytes(bits.count)))
+        registers = _table(context, builder, signature.args[5], table_, _at(0), bits.count, False)
         factor = splat(builder, unit_, _SUMS)
 
         def expand(pair: Any, byte: Any) -> None:
-            at = builder.add(first, byte)
+            at = builder.add(begin, byte)
             words = _expanded(context, builder, signature.args[0], source_, at, bits.count, registers)
             for i, vector in enumerate(words):
                 row = builder.mul(builder.add(pair, _at(i // PAIR_VECTORS)), _at(2 * TILE_ROWS))
                 for half, values in enumerate(_halves(builder, vector)):
                     index = builder.add(row, _at(half * TILE_ROWS + i % PAIR_VECTORS * VECTOR_ROWS))
-                    place = pointer(context, builder, signature.args[4], out_, index, _SUMS)
+                    place = pointer(context, builder, signature.args[6], out_, index, _SUMS)
                     builder.store(builder.fmul(values, factor), place, align=4)
 
-        _for_pairs(builder, num_pairs, bits.count, expand)
+        _for_pairs(builder, pairs_of_groups(count_), bits.count, expand)
         return context.get_dummy_value()
 
     is_bytes = source.dtype == types.uint8
-    signature = types.void(source, types.intp, types.intp, table, out, types.float32, bits)
-    return signature, codes if is_bytes else numbers
+    integers = (types.intp,) * 4
+    return types.void(source, *integers, table, out, types.float32, bits), codes if is_bytes else numbers
 
 
 @intrinsic(prefer_literal=True)
