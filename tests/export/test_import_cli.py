@@ -1,0 +1,122 @@
+"""`bitwright import` gives a plan that verify, compare and show take; what was exported here comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import foreign_checkpoints as foreign
+import pytest
+import torch
+from export_models import planned, small_model
+from safetensors.torch import load_file, save_file
+
+from bitwright.cli import main
+from bitwright.export import export
+from bitwright.export.imported_plan import ProofText, plan_of
+from bitwright.export.importer import look, raise_if_refused
+from bitwright.inference import apply
+from bitwright.models.sites import find_sites
+from bitwright.plan import load_plan
+from bitwright.quantize import SCHEMES
+
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: Any) -> Path:
+    file: Path = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("\n\n".join(f"Paragraph {i} says {i * i}, no more than that." for i in range(400)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def checkpoint(make_tiny_folder: Callable[..., Path], tmp_path_factory: Any) -> Path:
+    folder: Path = tmp_path_factory.mktemp("foreign") / "model"
+    foreign.write(folder, make_tiny_folder("llama"), _GPTQ, foreign.gptq())
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:
+    code = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def test_a_checkpoint_becomes_a_plan_that_every_verb_takes(
+    checkpoint: Path,
+    make_tiny_folder: Callable[..., Path],
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    size = ("--evaluation", text, "--tokens", 256, "--sequence-length", 16)
+    plan = tmp_path / "plan"
+    code, said = run(capsys, "import", checkpoint, "--reference", make_tiny_folder("llama"), "--out", plan, *size)
+    assert code == 0 and "int4_g32_zp" in said and "14" in said and "bitwright verify" in said
+    assert load_plan(plan).run.paths["checkpoint"] == str(checkpoint.resolve())
+    code, said = run(capsys, "show", plan)
+    assert code == 0 and "nothing was predicted" in " ".join(said.split())
+    code, said = run(capsys, "verify", plan)
+    assert code == 0 and "nats per token" in said
+    code, said = run(capsys, "compare", plan, plan)
+    assert code == 0 and "within the noise" in said
+
+
+def test_what_cannot_be_taken_is_an_error_unless_it_may_be_left(
+    checkpoint: Path,
+    make_tiny_folder: Callable[..., Path],
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in checkpoint.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.qzeros"]
+    save_file(tensors, broken / "model.safetensors")
+    asked = ("import", broken, "--reference", make_tiny_folder("llama"), "--out", tmp_path / "plan")
+    code, said = run(capsys, *asked, "--evaluation", text)
+    assert code == 2 and "model.layers.0.mlp.up_proj: it lacks the tensor" in said
+    assert not (tmp_path / "plan").exists()
+    size = ("--evaluation", text, "--tokens", 64, "--sequence-length", 16)
+    code, said = run(capsys, *asked, *size, "--partial")
+    assert code == 0 and "left out" in said
+    assert load_plan(tmp_path / "plan").site("model.layers.0.mlp.up_proj").scheme == "as_loaded"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("nowhere", "is not there"), ("text.txt", "neither a model folder nor a .gguf file")],
+)
+def test_what_is_no_checkpoint(
+    path: str, message: str, make_tiny_folder: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("text")
+    reference = make_tiny_folder("llama")
+    code, said = run(capsys, "import", tmp_path / path, "--reference", reference, "--out", tmp_path / "plan")
+    assert code == 2 and message in said
+
+
+@pytest.mark.parametrize("target", ["compressed-tensors", "gguf"])
+def test_what_was_exported_is_imported_with_the_same_weights(
+    target: str, tiny_tokenizer: Any, text: Path, tmp_path: Path
+) -> None:
+    loaded = small_model(tiny_tokenizer)
+    ends = {"embedding": "as_loaded", "lm_head": "as_loaded"}
+    schemes = {**ends, "attn.q": "int4_g32", "attn.k": "int4_g32", "attn.v": "int4_g32", "mlp.down": "int4_g32_zp"}
+    others = {"compressed-tensors": "fp8", "gguf": "int8_g32"}[target]
+    plan = planned(loaded, lambda site: schemes.get(site.role, others))
+    export(plan, loaded, target, tmp_path / "out", dtype="fp32")
+    found = look(tmp_path / "out" / "model.gguf" if target == "gguf" else tmp_path / "out", loaded)
+    raise_if_refused(found)
+    again = plan_of(found, loaded, ProofText(evaluation=text, evaluation_tokens=64, sequence_length=16))
+    ours, theirs = apply(plan, loaded), apply(again, loaded)
+    for site in find_sites(loaded.model):
+        assert torch.equal(ours.get_parameter(site.parameter), theirs.get_parameter(site.parameter)), site.name
+    if target == "compressed-tensors":
+        inputs = {site.name: SCHEMES[site.scheme].activations for site in plan.sites}
+        assert {s.name: SCHEMES[s.scheme].activations for s in again.sites if s.name in inputs} == inputs
