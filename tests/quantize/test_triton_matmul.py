@@ -47,7 +47,7 @@ def test_gpus_take_it_for_every_scheme_that_stores_codes(name: str) -> None:
 
 def test_reasons() -> None:
     scheme = WEIGHTS["int4_g128"]
-    assert "run on GPUs, not on a cpu" in str(LAYOUT.why_not(scheme, (4, 4), "cpu", torch.bfloat16))
+    assert "run on GPUs of NVIDIA and AMD, not on cpu" in str(LAYOUT.why_not(scheme, (4, 4), "cpu", torch.bfloat16))
     assert "no codes" in str(LAYOUT.why_not(scheme, (0, 4), "cuda", torch.bfloat16))
     assert "32 bits" in str(LAYOUT.why_not(TensorScheme(format="fp32"), (4, 4), "cuda", torch.bfloat16))
 

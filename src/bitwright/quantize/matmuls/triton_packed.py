@@ -32,7 +32,7 @@ class TritonPacked:
     def why_not(self, scheme: TensorScheme, shape: tuple[int, int], device_type: str, dtype: torch.dtype) -> str | None:
         """Why a weight is not kept so: the device, no Triton, its codes or scales."""
         if device_type != "cuda":
-            return f"its kernels run on GPUs, not on a {device_type}"
+            return f"its kernels run on GPUs of NVIDIA and AMD, not on {device_type}"
         return launch.why_not_run(dtype) or why_no_call(scheme, shape)
 
     def prepare(self, packed: PackedTensor) -> PackedMatrix:
