@@ -199,20 +199,32 @@ def test_a_group_of_zeros_stays_zero() -> None:
 # --- what was seen ----------------------------------------------------------------------------------------------------
 
 
+def faded(x: Tensor, g: Tensor, width: int) -> np.ndarray:
+    """Σ (1 − |t − s| / n) (g_t · g_s) x_t x_sᵀ over pairs of tokens of a window of n, in float64.
+
+    Of all runs of n tokens, 1 − |t − s| / n is the share that has both: each run inside a window (which nothing
+    surrounds) adds its gradient's square ÷ n.
+    """
+    x_TK, g_TN = x.double().numpy(), g.double().numpy()
+    total = np.zeros((x.shape[1], x.shape[1]))
+    for start in range(0, len(g), width):
+        for first in range(start - width + 1, min(start + width, len(g))):
+            run = slice(max(start, first), min(first + width, start + width, len(g)))
+            gradient = g_TN[run].T @ x_TK[run]
+            total += gradient.T @ gradient / width
+    return total
+
+
 @pytest.mark.parametrize(("num_tokens", "width"), [(96, 32), (100, 32), (100, 1), (90, 45)])
 def test_the_weighted_moment_is_that_of_window_gradients(
     monkeypatch: pytest.MonkeyPatch, num_tokens: int, width: int
 ) -> None:
-    """Σ_w D_wᵀ D_w with D_w = Σ_t g_t x_tᵀ, formed in float64; up to what the diagonal is raised by."""
+    """Faded by distance, formed in float64; up to what the diagonal is raised by."""
     monkeypatch.setattr(seen_module, "product_dtype", lambda: torch.float32)
     generator = torch.Generator().manual_seed(0)
     x, g = torch.randn(num_tokens, 20, generator=generator), torch.randn(num_tokens, 6, generator=generator)
     seen = Seen(x_TK=x, g_TN=g, window_tokens=width)
-    expected = np.zeros((20, 20))
-    for start in range(0, num_tokens, width):
-        gradient = g[start : start + width].double().numpy().T @ x[start : start + width].double().numpy()
-        expected += gradient.T @ gradient
-    expected /= float(g.double().square().sum())
+    expected = faded(x, g, width) / float(g.double().square().sum())
     found = seen.weighted.matrix_KK.double().numpy()
     off_diagonal = ~np.eye(20, dtype=bool)
     assert found[off_diagonal] == pytest.approx(expected[off_diagonal], rel=1e-4, abs=1e-5)
@@ -225,18 +237,13 @@ def test_the_weighted_moment_is_that_of_window_gradients(
 def test_tokens_without_a_gradient_count_as_the_others_do_on_average(
     monkeypatch: pytest.MonkeyPatch, num_known: int
 ) -> None:
-    """(Σ_w D_wᵀ D_w + mean ‖g‖² Σ x xᵀ over the rest) ÷ (T mean ‖g‖²), in float64."""
+    """(faded sum + mean ‖g‖² Σ x xᵀ over the rest) ÷ (T mean ‖g‖²), in float64."""
     monkeypatch.setattr(seen_module, "product_dtype", lambda: torch.float32)
     generator = torch.Generator().manual_seed(0)
     x, g = torch.randn(96, 20, generator=generator), torch.randn(num_known, 6, generator=generator)
     mean = float(g.double().square().sum()) / num_known
     rest = x[num_known:].double().numpy()
-    expected = mean * rest.T @ rest
-    for start in range(0, num_known, 32):
-        window = slice(start, min(start + 32, num_known))
-        gradient = g[window].double().numpy().T @ x[window].double().numpy()
-        expected += gradient.T @ gradient
-    expected /= 96 * mean
+    expected = (mean * rest.T @ rest + faded(x[:num_known], g, 32)) / (96 * mean)
     seen = Seen(x_TK=x, g_TN=g)
     found = seen.weighted.matrix_KK.double().numpy()
     off_diagonal = ~np.eye(20, dtype=bool)

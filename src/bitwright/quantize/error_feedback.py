@@ -45,6 +45,8 @@ from bitwright.quantize.tried_scales import tried_scales
 BLOCK_COLUMNS = 128
 #: Widest codes: above, rounding to nearest is as good as exact.
 _WIDEST_BITS = 8
+#: From so many bits on, codes are fine enough for the scale of round-to-nearest and one pass.
+_FINE_BITS = 7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +59,12 @@ class Effort:
     num_refinements: int = 2
     #: Passes over all columns, each time, at most.
     num_passes: int = 2
+
+
+def effort_for(scheme: TensorScheme) -> Effort:
+    """As far as it pays: fine codes gain by feedback what coarse ones do, and nothing by other scales."""
+    fine = formats.FORMATS[scheme.format].bits >= _FINE_BITS
+    return Effort(search_scales=False, num_refinements=0) if fine else Effort()
 
 
 def can_feed_back(scheme: TensorScheme) -> bool:

@@ -3,12 +3,14 @@
 An error E of the weight shifts the text's log-likelihood by Σ_t g_tᵀ E x_t. Squared and averaged with the outputs taken
 for independent, every row e of E does the damage eᵀ H e with one H of all rows:
 
-    H = Σ_w X_wᵀ (G_w G_wᵀ) X_w / Σ_t ‖g_t‖²      windows w of n tokens, X_w [n, K] and G_w [n, N] their x and g
+    H = Σ_w X_wᵀ (B ∘ G_w G_wᵀ) X_w / Σ_t ‖g_t‖²  windows w of n tokens, X_w [n, K] and G_w [n, N] their x and g
 
 A weight's error is the same at every token, so the products of neighbouring tokens (off the diagonal of G_w G_wᵀ) count
-as they do in scoring (`search/score.py`); with windows of one token H is E[w x xᵀ], w_t = ‖g_t‖² / mean ‖g‖². Without
-gradients (at the output head) H = E[x xᵀ], which is also what plain GPTQ takes. Gradients may be known of the first
-tokens only: the others then count as these do on average, each for itself.
+as they do in scoring (`search/score.py`). The further apart two tokens are, the less their products say for their
+noise, and H, unlike a score, is fitted to: B = 1 − |t − s| / n lets them fade (Bartlett's weights, as Newey and West,
+Econometrica 1987, use them; H keeps no negative eigenvalue). With windows of one token H is E[w x xᵀ], w_t = ‖g_t‖² /
+mean ‖g‖². Without gradients (at the output head) H = E[x xᵀ], which is also what plain GPTQ takes. Gradients may be
+known of the first tokens only: the others then count as these do on average, each for itself.
 
 Everything is formed when it is first asked for, and dropped with the object. Products are formed in bf16 where the
 processor has such instructions: x and g are kept in no more, and what a sum of thousands loses lies far below what the
@@ -76,13 +78,13 @@ class Seen:
 
     @cached_property
     def mixed(self) -> tuple[Tensor, Tensor]:
-        """X, and (G_w G_wᵀ) X_w of its windows over Σ_t ‖g_t‖², both [T, K] in `product_dtype`: Xᵀ times that is H."""
+        """X, and (B ∘ G_w G_wᵀ) X_w of its windows over Σ_t ‖g_t‖², both [T, K] in `product_dtype`: Xᵀ times that is H."""
         x_TK = self.x_TK.to(product_dtype())
         if self.g_TN is None:
             return x_TK, x_TK / max(1, x_TK.shape[0])
         num_known, num_tokens = self.g_TN.shape[0], x_TK.shape[0]
         g_WtN = windows(self.g_TN.to(x_TK.dtype), self.window_tokens)
-        products_Wtt = torch.bmm(g_WtN, g_WtN.transpose(1, 2))
+        products_Wtt = torch.bmm(g_WtN, g_WtN.transpose(1, 2)) * _fading(self.window_tokens).to(x_TK.dtype)
         total = float(products_Wtt.diagonal(dim1=1, dim2=2).sum(dtype=torch.float32))
         mean = max(total, 1e-30) / max(1, num_known)
         known_TK = torch.bmm(products_Wtt, windows(x_TK[:num_known], self.window_tokens)).flatten(0, 1)[:num_known]
@@ -102,6 +104,13 @@ def windows(values_TD: Tensor, width: int = WINDOW_TOKENS) -> Tensor:
     if missing:
         values_TD = torch.cat([values_TD, values_TD.new_zeros(missing, values_TD.shape[1])])
     return values_TD.reshape(-1, width, values_TD.shape[1])
+
+
+@cache
+def _fading(width: int) -> Tensor:
+    """B: Bartlett's weights of the products of two tokens of a window, fp32 [width, width]."""
+    place = torch.arange(width, dtype=torch.float32)
+    return 1 - (place[:, None] - place[None, :]).abs() / width
 
 
 @cache

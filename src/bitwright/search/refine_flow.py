@@ -25,11 +25,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from bitwright import formats
 from bitwright.models.linear_calls import LinearCalls, Matrix, Operation
 from bitwright.models.sites import Site, site_weight
 from bitwright.quantize.compensation import compensated
-from bitwright.quantize.error_feedback import Effort, feed_back
+from bitwright.quantize.error_feedback import effort_for, feed_back
 from bitwright.quantize.qtensor import QTensor
 from bitwright.quantize.scheme import TensorScheme
 from bitwright.search.calibrate import Statistics
@@ -38,9 +37,6 @@ from bitwright.search.progress import Stage
 from bitwright.search.score import seen_at
 from bitwright.search.text import TextSet
 
-#: Codes of so many bits are fine enough for the nearest scale and one pass.
-_FINE_BITS = 7
-_FINE = Effort(search_scales=False, num_refinements=0)
 #: Roles whose output is added to the residual stream.
 _WRITERS = frozenset({"attn.out", "mlp.down"})
 
@@ -104,8 +100,7 @@ class _Flow:
             lacking = self._lacking((self.num_tokens, weight_NK.shape[0])) if site.role in _WRITERS else None
             aim_NK = compensated(weight_NK, seen, as_seen.x_TK, lacking)
             scheme = self.schemes[site.name]
-            fine = formats.FORMATS[scheme.format].bits >= _FINE_BITS
-            q = feed_back(aim_NK.contiguous(), scheme, seen.weighted, _FINE if fine else Effort())
+            q = feed_back(aim_NK.contiguous(), scheme, seen.weighted, effort_for(scheme))
             self.found[site.name] = replace(q, codes_NK=q.codes_NK.bfloat16())  # no code has more than 8 bits
             first, last = site.rows or (0, weight_NK.shape[0])
             (changed.T if matrix.transposed else changed)[first:last] = q.dequantize()

@@ -13,16 +13,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from bitwright import formats
 from bitwright.errors import SchemeError
-from bitwright.quantize.error_feedback import Effort, can_feed_back, feed_back
+from bitwright.quantize.error_feedback import can_feed_back, effort_for, feed_back
 from bitwright.quantize.qtensor import QTensor
 from bitwright.quantize.scheme import TensorScheme
 from bitwright.quantize.seen import Seen
-
-_EFFORT = Effort()
-#: Widest codes that a search tries it with unless told otherwise.
-_WIDEST_BY_DEFAULT = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +34,8 @@ class GradientAware:
         return can_feed_back(scheme)
 
     def tried_by_default(self, scheme: TensorScheme) -> bool:
-        """Where rounding costs much: wider codes gain as much in proportion, but of little."""
-        return formats.FORMATS[scheme.format].bits <= _WIDEST_BY_DEFAULT
+        """Wherever it applies: 8 bits lose half of their small error, which is what a light plan consists of."""
+        return True
 
     def quantize(self, weight_NK: Tensor, scheme: TensorScheme, seen: Seen | None) -> QTensor:
         """Codes of fp32 [N, K].
@@ -50,7 +45,7 @@ class GradientAware:
         """
         if seen is None:
             raise SchemeError("gradient_aware needs inputs and gradients; calibrate first, or use rounding rtn")
-        return feed_back(weight_NK, scheme, seen.weighted, _EFFORT)
+        return feed_back(weight_NK, scheme, seen.weighted, effort_for(scheme))
 
 
 ROUNDINGS = (GradientAware(),)
