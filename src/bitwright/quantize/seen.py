@@ -78,7 +78,7 @@ class Seen:
 
     @cached_property
     def mixed(self) -> tuple[Tensor, Tensor]:
-        """X, and (B ∘ G_w G_wᵀ) X_w of its windows over Σ_t ‖g_t‖², both [T, K] in `product_dtype`: Xᵀ times that is H."""
+        """X, and (B ∘ G_w G_wᵀ) X_w of its windows over Σ_t ‖g_t‖², [T, K] in `product_dtype`; Xᵀ times that is H."""
         x_TK = self.x_TK.to(product_dtype())
         if self.g_TN is None:
             return x_TK, x_TK / max(1, x_TK.shape[0])
