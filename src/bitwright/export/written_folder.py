@@ -117,6 +117,7 @@ def write_model_files(
     written = copy.deepcopy(config)
     written.dtype = str(source.dtype).removeprefix("torch.")
     written.architectures = [type(source.model).__name__]
+    written.name_or_path = ""  # where the model lay on this machine
     if quantization is not None:
         written.quantization_config = dict(quantization)
     written.to_json_file(folder / "config.json", use_diff=True)
