@@ -135,7 +135,6 @@ def check(plan: Plan, loaded: LoadedModel, dtype: str, python: Path) -> dict[str
         "perplexity_vllm": math.exp(-float(torch.cat(theirs).mean())),
         "greedy_agrees": list(agreed),
         "greedy_tokens_compared": list(first),
-        "kernels": answer["kernels"],
         "decode_tokens_per_s": answer["decode_tokens_per_s"],
         "notes": list(notes),
     }
@@ -219,9 +218,10 @@ def ask_vllm(python: Path, folder: Path, dtype: str, text: Text, scratch: Path) 
 
 
 def last_error(stderr: str) -> str:
-    """The last line of a traceback."""
-    lines = [line for line in stderr.splitlines() if "Error" in line and not line.startswith(" ")]
-    return lines[-1][:300] if lines else stderr[-300:]
+    """The last line of a traceback, and what its message goes on with."""
+    lines = stderr.splitlines()
+    places = [place for place, line in enumerate(lines) if "Error" in line and not line.startswith(" ")]
+    return " ".join(line.strip() for line in lines[places[-1] : places[-1] + 3])[:400] if places else stderr[-300:]
 
 
 def made_plan(loaded: LoadedModel, scheme_of: Callable[[Site], str]) -> Plan:

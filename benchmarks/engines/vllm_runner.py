@@ -3,14 +3,13 @@
     python vllm_runner.py request.json answer.json
 
 request: {"model": folder, "dtype": …, "texts": [[token id, …], …], "prompts": [[token id, …], …], "new_tokens": n}
-answer: {"logprobs": per text, one a token but the first; "greedy": token ids per prompt; "kernels": log lines that name
-them; "load_s", "decode_tokens_per_s": of the greedy texts, one at a time}
+answer: {"logprobs": per text, one a token but the first; "greedy": token ids per prompt; "load_s";
+"decode_tokens_per_s": of the greedy texts, one at a time}
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import time
@@ -25,24 +24,9 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 from vllm import LLM, SamplingParams
 
 
-class _Kept(logging.Handler):
-    """Log lines that say which kernel runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if "Kernel" in text and text not in self.lines:
-            self.lines.append(text)
-
-
 def main() -> None:
     """Answer one request."""
     request: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    kept = _Kept()
-    logging.getLogger("vllm").addHandler(kept)
     start = time.perf_counter()
     length = max(map(len, [*request["texts"], *request["prompts"]])) + request["new_tokens"] + 1
     llm = LLM(model=request["model"], dtype=request["dtype"], enforce_eager=True, max_model_len=length, max_num_seqs=8)
@@ -67,7 +51,6 @@ def main() -> None:
     answer = {
         "logprobs": logprobs,
         "greedy": greedy,
-        "kernels": kept.lines,
         "load_s": load_s,
         "decode_tokens_per_s": sum(map(len, greedy)) / decode_s if greedy else None,
     }
