@@ -40,17 +40,19 @@ class InputRounding(nn.Module):
         self.register_buffer("signs", transform.signs_K)
         self.register_buffer("scale", scale)
         self._fitted: Fitted | None = None
+        #: Whether x' is x: found once, like all of a transform that a GPU would have to wait for.
+        self.changes_nothing = activations is None and transform.is_identity
 
     @property
     def transform(self) -> Fitted:
         """The change, on the device of its tensors."""
-        if self._fitted is None:  # found once: its own checks would make a GPU wait
+        if self._fitted is None:
             self._fitted = Fitted(column_scales_K=self.column_scales, signs_K=self.signs)
         return self._fitted
 
     def change(self, x_MK: Tensor) -> Tensor:
         """x' in fp32 where anything is changed or rounded; x itself where nothing is."""
-        if self.activations is None and self.transform.is_identity:
+        if self.changes_nothing:
             return x_MK
         return self.transform.input(x_MK.float())
 

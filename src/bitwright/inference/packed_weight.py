@@ -20,7 +20,6 @@ Legend: M tokens, N rows (outputs), K columns (inputs).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -33,7 +32,6 @@ from bitwright.inference.input_rounding import InputRounding, keeping_dtypes
 from bitwright.quantize.catalogs import MATMULS
 from bitwright.quantize.pack import PackedTensor
 from bitwright.quantize.packed_matmul import PackedMatrix, packed_matmul
-from bitwright.quantize.scheme import TensorScheme
 
 
 class Rows(nn.Module):
@@ -84,14 +82,19 @@ class PackedRows(Rows):
         self.dtype, self.device_type = dtype, device_type
         for name, part in matrix.parts.items():
             self.register_buffer(name, part)
+        self._matrix: PackedMatrix | None = None
+        #: Dtype of inputs → what they are multiplied in.
+        self._multiplied_in: dict[torch.dtype, torch.dtype] = {}
 
     @property
     def matrix(self) -> PackedMatrix:
-        """As layouts take it."""
-        parts = {name: part for name, part in self._buffers.items() if part is not None}
-        return PackedMatrix(
-            layout=self.layout, scheme=self.scheme, shape=(self.num_rows, self.num_columns), parts=parts
-        )
+        """As layouts take it; made once, since a step asks for hundreds."""
+        if self._matrix is None:
+            parts = {name: part for name, part in self._buffers.items() if part is not None}
+            self._matrix = PackedMatrix(
+                layout=self.layout, scheme=self.scheme, shape=(self.num_rows, self.num_columns), parts=parts
+            )
+        return self._matrix
 
     def multiply(self, x_MK: Tensor) -> Tensor:
         """Outputs [M, N], by the layout's kernel."""
@@ -100,10 +103,11 @@ class PackedRows(Rows):
                 f"a weight was packed for {self.device_type} and meets inputs on {x_MK.device.type}, where its layout "
                 f"'{self.layout}' may have no kernel; apply the plan to a model that is on {x_MK.device.type} already"
             )
-        facts = self.layout, self.scheme, (self.num_rows, self.num_columns), self.device_type
-        # of another dtype than it was selected for only where the layout has no kernel for that
-        dtype = x_MK.dtype if _takes(*facts, x_MK.dtype) else self.dtype
-        return packed_matmul(x_MK.to(dtype).contiguous(), self.matrix).to(x_MK.dtype)
+        dtype = self._multiplied_in.get(x_MK.dtype)
+        if dtype is None:
+            dtype = self._multiplied_in[x_MK.dtype] = self._dtype_for(x_MK.dtype)
+        y_MN = packed_matmul(x_MK.to(dtype).contiguous(), self.matrix)
+        return y_MN.to(x_MK.dtype)
 
     def values(self) -> Tensor:
         """fp32 [N, K], exact."""
@@ -118,11 +122,19 @@ class PackedRows(Rows):
         """Shown by print(model)."""
         return f"{self.num_rows} x {self.num_columns}, {self.scheme}, layout {self.layout}"
 
+    def _dtype_for(self, dtype: torch.dtype) -> torch.dtype:
+        """Another dtype than the layout was selected for only where it has a kernel for that."""
+        shape = self.num_rows, self.num_columns
+        takes = MATMULS[self.layout].why_not(self.scheme, shape, self.device_type, dtype) is None
+        return dtype if takes else self.dtype
 
-@cache
-def _takes(layout: str, scheme: TensorScheme, shape: tuple[int, int], device_type: str, dtype: torch.dtype) -> bool:
-    """Whether a layout multiplies inputs of a dtype."""
-    return MATMULS[layout].why_not(scheme, shape, device_type, dtype) is None
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self._matrix = None
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
+        self._matrix = None
+        super()._load_from_state_dict(*arguments, **named)
 
 
 class PlainRows(Rows):
@@ -169,6 +181,8 @@ class PackedWeight(nn.Module):
         self.inputs = inputs
         self.dtype = dtype
         self.fallback = fallback
+        # beside the lists of modules, which take a while to go through
+        self._rows, self._changes = tuple(rows), tuple(changes)
 
     @property
     def shape(self) -> torch.Size:
@@ -181,9 +195,13 @@ class PackedWeight(nn.Module):
             return cast(Tensor, _Product.apply(x, self))
         return self.product(x)
 
-    @torch.compiler.disable
     def product(self, x: Tensor) -> Tensor:
         """The same without gradients."""
+        if torch.compiler.is_compiling():
+            return cast(Tensor, _untraced(self, x))
+        return self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
         x_MK = x.reshape(-1, x.shape[-1])
         if self.inputs is None:
             y_MN = self._multiply(x_MK)
@@ -215,14 +233,6 @@ class PackedWeight(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=next(self.buffers()).device)).dtype
         return super()._apply(fn, recurse)
-
-    @property
-    def _rows(self) -> list[Rows]:
-        return list(cast(Any, self.rows))
-
-    @property
-    def _changes(self) -> list[InputRounding]:
-        return list(cast(Any, self.changes))
 
     def narrow(self, changed_MK: Tensor) -> Tensor:
         """Outputs [M, N] of inputs after their change, which are rounded here."""
@@ -260,6 +270,11 @@ class PackedWeight(nn.Module):
                 for rows, change in zip(self._rows, self._changes, strict=True)
             ]
         )
+
+
+@torch.compiler.disable
+def _untraced(weight: PackedWeight, x: Tensor) -> Tensor:
+    return weight._product(x)
 
 
 def _beside(parts: Sequence[Tensor]) -> Tensor:
