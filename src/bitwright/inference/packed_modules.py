@@ -234,9 +234,27 @@ def _plain(argument: Any, func: Any) -> Any:
     return argument
 
 
+class _ReadOnly(Tensor):
+    """Values to look at: what is written to them would be lost, so that nobody may."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> Tensor:
+        """The numbers."""
+        return self.as_subclass(Tensor)
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        raise ModelError(
+            "the weights of this layer are packed codes, and other values for them would be lost; keep the adapter "
+            "beside the layer, or merge it into the model as loaded and plan that anew"
+        )
+
+
 def _expanded(packed: PackedWeight) -> Tensor:
-    with torch.inference_mode():  # such a tensor refuses to be written to outside of this block
-        return packed.values().to(packed.dtype)
+    with torch.inference_mode():  # such a tensor refuses to be changed in place outside of this block
+        return packed.values().to(packed.dtype).as_subclass(_ReadOnly)
 
 
 def raise_if_planned(model: nn.Module) -> None:
