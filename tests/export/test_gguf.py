@@ -236,6 +236,27 @@ def test_rotary_frequencies_that_differ_become_factors(make_tiny_model: Any, tin
     assert float(factors[0]) == pytest.approx(1.0) and float(factors[-1]) == pytest.approx(8.0)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "kind"), [("int8_token_g32", "q8_0"), ("int4_token_g32", "q4_1"), ("fp16_values", "f16")]
+)
+def test_caches_are_an_option_of_llama_cpp(
+    scheme: str, kind: str, loaded: Callable[[str], LoadedModel], tmp_path: Path
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from bitwright.models.loaded import from_memory
+    from bitwright.models.value_sites import find_value_sites
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 260}
+    model = from_memory(
+        LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)), loaded("llama").tokenizer, name="heads of 32"
+    )
+    caches = [choice(site, scheme) for site in find_value_sites(model.model) if site.role == "kv_cache"]
+    plan = plan_of(caches).replace(model=ModelInfo(name=model.name, hash=model.hash, params=1))
+    notes = export(plan, model, "gguf", tmp_path / "out").notes
+    assert any(note.endswith(f"llama.cpp with --cache-type-k {kind} --cache-type-v {kind}") for note in notes)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 

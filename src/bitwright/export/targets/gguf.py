@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from bitwright.export.folding import Folding, fold_factors
+from bitwright.export.gguf_codes import GGUF_CODES
 from bitwright.export.gguf_metadata import (
     architecture_of,
     layout_of,
@@ -46,7 +47,7 @@ from bitwright.plan.engine import get_engine
 from bitwright.plan.engine_rules import engine_value_reason
 from bitwright.quantize.granularity import group
 from bitwright.quantize.qtensor import QTensor
-from bitwright.quantize.scheme import Scheme
+from bitwright.quantize.scheme import Scheme, TensorScheme
 from bitwright.quantize.value_scheme import ValueScheme
 
 FILE = "model.gguf"
@@ -244,13 +245,23 @@ def _type_notes(written: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def _cache_notes(source: ExportSource) -> tuple[str, ...]:
-    kept = dict.fromkeys(rule.scheme.values.format for rule in source.values.values())
-    if not kept:
-        return ()
-    return (
-        f"caches in {', '.join(kept)} are no part of the file: give llama.cpp --cache-type-k and --cache-type-v "
-        "(q8_0 for int8, q4_0 for int4, …)",
-    )
+    """What to tell llama.cpp of caches, which are no part of a file."""
+    kept = {site.name: rule.scheme.values for site, rule in source.values.items() if site.role == "kv_cache"}
+    types = {name: _cache_type(values) for name, values in kept.items()}
+    parts: dict[str, set[str]] = {"k": set(), "v": set()}
+    for name, kind in types.items():
+        parts["k" if name.endswith("k_cache") else "v"].add(kind)
+    options = [f"--cache-type-{part} {kind}" for part, kinds in parts.items() for kind in sorted(kinds)]
+    return (f"the plan's caches are no part of the file: run llama.cpp with {' '.join(options)}",) if options else ()
+
+
+def _cache_type(values: TensorScheme) -> str:
+    """ggml's name of what a cache is kept in."""
+    if values.scaling is None:
+        return {"fp32": "f32", "fp16": "f16"}.get(values.format, values.format)
+    has_minimum = values.scaling.symmetry == "minimum"
+    own = (kind for kind in GGUF_CODES.values() if (kind.number, kind.has_minimum) == (values.format, has_minimum))
+    return next(kind.name for kind in own if kind.block_size == values.scaling.granularity.group_size)
 
 
 EXPORTERS = (Gguf(),)
