@@ -32,8 +32,6 @@ from bitwright.plan import Interval, Plan
 from bitwright.search.bootstrap import bootstrap
 from bitwright.search.progress import Progress, Silent
 
-#: What brings the harness.
-_EXTRA = "eval"
 #: What the harness writes behind a metric's name where nothing filters answers.
 _UNFILTERED = "none"
 
@@ -98,7 +96,7 @@ def _open_harness() -> Any:
         return importlib.import_module("bitwright.search.harness_calls")
     except ImportError as error:
         package = (error.name or "lm_eval").partition(".")[0]
-        raise MissingExtra(package, _EXTRA, "verifying on tasks") from error
+        raise MissingExtra(package, "eval", "verifying on tasks") from error
 
 
 def _results(reference: Mapping[str, Any], plan: Mapping[str, Any], *, seed: int) -> Iterator[TaskResult]:
