@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,9 @@ from bitwright.models.value_sites import find_value_sites
 from bitwright.quantize import VALUE_SCHEMES
 
 #: A python with transformers and compressed-tensors.
-READER = os.environ.get("BITWRIGHT_COMPRESSED_TENSORS_PYTHON")
+READER = os.environ.get("BITWRIGHT_COMPRESSED_TENSORS_PYTHON") or (
+    sys.executable if find_spec("compressed_tensors") else None
+)
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 MODULE = "model.layers.1.mlp.down_proj"
 
@@ -239,7 +243,7 @@ for folder in folders:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not READER, reason="BITWRIGHT_COMPRESSED_TENSORS_PYTHON names no python with that package")
+@pytest.mark.skipif(not READER, reason="compressed-tensors is not installed")
 def test_transformers_gives_the_logits_of_the_plan(loaded: LoadedModel, tmp_path: Path) -> None:
     assert READER
     schemes = ("int4_g64", "int4_g32_zp", "int3_g64", "int8_w", "fp8_w", "fp8_static", "int8_static", "fp8")
