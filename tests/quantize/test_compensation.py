@@ -33,9 +33,15 @@ def test_the_aim_has_no_slope(with_gradients: bool, lacking: bool, monkeypatch: 
     if g is None:
         damage = off.square().sum() / TOKENS
     else:
-        starts = range(0, TOKENS, WINDOW)
-        parts = [off[:, s : s + WINDOW] @ g[s : s + WINDOW].double() for s in starts]
-        damage = sum((part.square().sum() for part in parts), torch.zeros(())) / g.double().square().sum()
+        # products of two tokens fade by the share of all runs of WINDOW tokens in their window that have both
+        runs = [
+            slice(max(start, first), min(first + WINDOW, start + WINDOW, TOKENS))
+            for start in range(0, TOKENS, WINDOW)
+            for first in range(start - WINDOW + 1, min(start + WINDOW, TOKENS))
+        ]
+        parts = [off[:, run] @ g[run].double() for run in runs]
+        faded = sum((part.square().sum() for part in parts), torch.zeros(())) / WINDOW
+        damage = faded / g.double().square().sum()
     plain = Seen(x_TK=read, g_TN=g, window_tokens=WINDOW).weighted.matrix_KK
     moved = (aim - w).square().sum()
     raised = float(plain.trace()) * 0.3 / 1.3 / COLUMNS  # the diagonal is raised by three tenths of its mean
