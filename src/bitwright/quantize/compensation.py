@@ -10,7 +10,7 @@ in the damage that `seen.py` weighs errors with, is a regression on what it read
 with B and H of `seen.py`, H of the inputs X̃ that it reads now, its diagonal raised as for error feedback. What a few
 thousand tokens say of the regression is not trusted all the way: SHRINKAGE of the change is made. (SmolLM2-135M, int4
 in groups of 128, 8,192 tokens: KL on other text 0.0569 with all of the change, 0.0539 with 0.6 of it, 0.0552 with 0.4.)
-V is then rounded with feedback under the same H. (The same idea with plain moments: Li et al., GPTAQ, arXiv:2504.02692.)
+V is then rounded with feedback under the same H. (Li et al., GPTAQ, arXiv:2504.02692: the idea with plain moments.)
 
 A matrix whose output is added to a running sum can also make up for what that sum already lacks: with D the sum as
 meant less the sum as it is, W X_w becomes W X_w + D_w, and D enters beside (X_w − X̃_w) Wᵀ.
