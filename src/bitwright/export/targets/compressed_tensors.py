@@ -34,10 +34,11 @@ import torch
 from torch import Tensor, nn
 
 from bitwright import formats
+from bitwright.export.coded_shards import write_coded_shards
 from bitwright.export.folding import fold_factors
 from bitwright.export.modules import CodedModule, coded_modules, linear_modules, module_reasons, shared_scale_reasons
 from bitwright.export.source import ExportSource
-from bitwright.export.written_folder import ShardWriter, as_stored, write_model_files
+from bitwright.export.written_folder import write_model_files
 from bitwright.formats import IntFormat
 from bitwright.models.loaded import DTYPE_FORMATS
 from bitwright.plan import Plan, SiteChoice
@@ -167,16 +168,7 @@ class CompressedTensors:
     def write(self, source: ExportSource, folder: Path) -> tuple[str, ...]:
         """See `Exporter`."""
         modules = coded_modules(source)
-        folding = fold_factors(source)
-        with ShardWriter(folder) as shards:
-            for name, tensor in source.rest(folding.parameters):
-                for stored, value in as_stored(source.model, name, tensor).items():
-                    shards.add(stored, value)
-            for module in modules:
-                for part, tensor in _tensors_of(module).items():
-                    shards.add(f"{module.name}.{part}", tensor)
-            for name, tensor in _cache_scales(source).items():
-                shards.add(name, tensor)
+        write_coded_shards(source, folder, modules, _tensors_of, _cache_scales(source))
         notes = write_model_files(source, folder, quantization=_config(source, modules))
         return (*notes, *_notes(source, modules))
 

@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitwright.export.coded_shards import write_coded_shards
 from bitwright.export.folding import fold_factors
 from bitwright.export.modules import CodedModule, coded_modules, linear_modules, module_reasons, shared_scale_reasons
 from bitwright.export.source import ExportSource
-from bitwright.export.written_folder import ShardWriter, as_stored, write_json, write_model_files
+from bitwright.export.written_folder import write_json, write_model_files
 from bitwright.plan import Plan, SiteChoice
 from bitwright.quantize import TRANSFORMS
 from bitwright.quantize.pack import PackedTensor, pack_codes
@@ -151,16 +152,7 @@ class TensorRtLlm:
     def write(self, source: ExportSource, folder: Path) -> tuple[str, ...]:
         """See `Exporter`."""
         modules = coded_modules(source)
-        folding = fold_factors(source)
-        with ShardWriter(folder) as shards:
-            for name, tensor in source.rest(folding.parameters):
-                for stored, value in as_stored(source.model, name, tensor).items():
-                    shards.add(stored, value)
-            for module in modules:
-                for part, tensor in _tensors_of(module).items():
-                    shards.add(f"{module.name}.{part}", tensor)
-            for name, tensor in _cache_scales(source).items():
-                shards.add(name, tensor)
+        write_coded_shards(source, folder, modules, _tensors_of, _cache_scales(source))
         write_json(folder / CONFIG_FILE, _config(source, modules))
         return write_model_files(source, folder)
 
