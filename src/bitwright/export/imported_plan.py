@@ -22,9 +22,11 @@ from bitwright.models.loaded import LoadedModel
 from bitwright.plan import Budget, ModelInfo, Plan, Run, SearchOptions, SiteChoice, Summary, TextInfo
 from bitwright.quantize import SCHEMES, TRANSFORMS
 from bitwright.quantize.fitted import Fitted
+from bitwright.quantize.rounding.stored import IMPORTED
 from bitwright.quantize.scheme import Scheme
 from bitwright.quantize.spelled_scheme import spell_scheme
 from bitwright.search.candidate import Candidate
+from bitwright.search.draft import weight_choice
 from bitwright.search.price import AS_LOADED, price_model
 from bitwright.search.progress import Progress, Silent
 from bitwright.search.speaker import Speaker
@@ -166,7 +168,7 @@ def _candidate(item: Taken) -> Candidate:
         return AS_LOADED
     if item.matrix is None:
         return Candidate(scheme=scheme.name)
-    return Candidate(scheme=scheme.name, rounding="imported", transform=_transform_name(item.transform))
+    return Candidate(scheme=scheme.name, rounding=IMPORTED.name, transform=_transform_name(item.transform))
 
 
 def _transform_name(fitted: Fitted) -> str:
@@ -190,22 +192,7 @@ def _choice(item: Taken, num_bytes: int) -> SiteChoice:
         reason = f"in the checkpoint: the reference's numbers in {item.plain.format}"
     else:
         reason = "in the checkpoint as the reference has it"
-    return SiteChoice(
-        name=site.name,
-        kind=site.kind,
-        role=site.role,
-        module=site.module,
-        rows=site.rows,
-        tied_group=site.tied_group,
-        shape=site.shape,
-        scheme=candidate.scheme,
-        rounding=candidate.rounding,
-        transform=candidate.transform,
-        reason=reason,
-        bytes=num_bytes,
-        bits=8 * num_bytes / site.num_weights,
-        predicted_kl=0.0,
-    )
+    return weight_choice(site, candidate, reason=reason, num_bytes=num_bytes, predicted_kl=0.0)
 
 
 def _stored_smaller(found: Found) -> list[str]:

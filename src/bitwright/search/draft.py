@@ -25,6 +25,7 @@ from bitwright.plan import (
 from bitwright.plan.rules import why_not
 from bitwright.quantize import SCHEMES, VALUE_SCHEMES
 from bitwright.search.binding import study_limits
+from bitwright.search.candidate import Candidate
 from bitwright.search.explain import reason_for, why_kept
 from bitwright.search.learn import MIN_TOKENS, Learned
 from bitwright.search.mend import Mended
@@ -132,6 +133,14 @@ def _weight_choice(site: Site, mended: Mended, settings: Settings, subject: Subj
         reached=learned.too_few.get(site.name),
         ruled_out=None if left else _first_reason(site, settings),
     )
+    reason = reason_for(site, choice, mended, asked=(settings.budget, settings.objective), why_kept=kept)
+    return weight_choice(
+        site, choice, reason=reason, num_bytes=num_bytes, predicted_kl=mended.problem.site_kl(site, choice)
+    )
+
+
+def weight_choice(site: Site, choice: Candidate, *, reason: str, num_bytes: int, predicted_kl: float) -> SiteChoice:
+    """What a plan says of a weight site."""
     return SiteChoice(
         name=site.name,
         kind=site.kind,
@@ -143,10 +152,10 @@ def _weight_choice(site: Site, mended: Mended, settings: Settings, subject: Subj
         scheme=choice.scheme,
         rounding=choice.rounding,
         transform=choice.transform,
-        reason=reason_for(site, choice, mended, asked=(settings.budget, settings.objective), why_kept=kept),
+        reason=reason,
         bytes=num_bytes,
         bits=8 * num_bytes / site.num_weights,
-        predicted_kl=mended.problem.site_kl(site, choice),
+        predicted_kl=predicted_kl,
     )
 
 

@@ -29,7 +29,7 @@ from bitwright.plan import Plan, SiteChoice
 from bitwright.quantize import SCHEMES
 from bitwright.quantize.error_feedback import can_feed_back
 from bitwright.quantize.qtensor import QTensor
-from bitwright.quantize.rounding.learned import LearnedCodes
+from bitwright.quantize.rounding.stored import LEARNED
 from bitwright.search.calibrate import calibrate
 from bitwright.search.output import Reference
 from bitwright.search.price import END_ROLES
@@ -43,7 +43,7 @@ from bitwright.search.text import TextSet
 REFINEMENT_SEED = 1
 #: Sequences of the repair text on which what was found is compared.
 NUM_SEQUENCES = 32
-_LEARNED = LearnedCodes().name
+_LEARNED = LEARNED.name
 
 
 def refine(plan: Plan, subject: Subject, repair: Reference, folder: Path, progress: Progress) -> Plan:
