@@ -8,10 +8,13 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from galleries import same_bits
+from numba import njit
 from torch import Tensor
 
 from bitwright import formats
@@ -19,18 +22,21 @@ from bitwright.quantize import SCHEMES, TensorScheme
 from bitwright.quantize.backends import cpu
 from bitwright.quantize.backends import torch as torch_backend
 from bitwright.quantize.backends.cpu import arrays
+from bitwright.quantize.backends.cpu.team import Team, in_team, openmp_of_torch
 
 ROOT = Path(__file__).parents[2]
 #: One of each kind of number (float, integer, codebook), of rule, and of which numbers share a scale.
 SCALED = ("mxfp4", "int4_g128", "nf4_g64", "nvfp4", "fp8_block")
 
 
-@pytest.fixture(params=["in the caches", "past the caches"])
+@pytest.fixture(params=["in the caches", "past the caches", "without torch's OpenMP"])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     if request.param == "past the caches":
         monkeypatch.setattr(arrays, "STREAMED_BYTES", 1)
+    if request.param == "without torch's OpenMP":
+        monkeypatch.setattr(arrays, "openmp_of_torch", lambda: None)
     yield
     torch.set_num_threads(before)
 
@@ -78,21 +84,51 @@ def test_every_mode_and_delayed_scaling() -> None:
 
 
 _FIRST_CALL = """
-import torch
+import os, torch
 from bitwright.quantize import SCHEMES, fake_quantize
 torch.set_num_threads(3)
+torch.ones(512, 512).sin()
+before = len(os.listdir("/proc/self/task"))
 fake_quantize(torch.ones(512, 512), SCHEMES["mxfp8"].weights)
-print(torch.get_num_threads())
+print(torch.get_num_threads(), len(os.listdir("/proc/self/task")) - before)
 """
 
 
-def test_torch_keeps_its_number_of_threads() -> None:
-    """Numba, where it shares OpenMP with torch, sets their number when its own threads start."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NUMBA_NUM_THREADS": "4"}
+@pytest.mark.skipif(openmp_of_torch() is None, reason="torch has another OpenMP than GNU's here")
+def test_kernels_run_on_the_threads_of_torch() -> None:
+    """Two pools on the same cores wait for each other; and torch keeps its number of threads."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
         [sys.executable, "-c", _FIRST_CALL], env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["3"]
+    assert done.stdout.split() == ["3", "0"]
+
+
+@njit(nogil=True, error_model="numpy")
+def _mark(marks: Any, first: Any, last: Any, forbidden: Any) -> None:
+    if first <= forbidden < last:
+        raise ValueError("forbidden")
+    for i in range(first, last):
+        marks[i] += 1
+
+
+@njit(nogil=True, error_model="numpy")
+def _mark_parallel(marks: Any, count: Any, forbidden: Any, team: Any) -> None:
+    in_team(_mark, (marks,), count, (forbidden,), team)
+
+
+@pytest.mark.skipif(openmp_of_torch() is None, reason="torch has another OpenMP than GNU's here")
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_a_team_does_every_item_once_and_says_that_a_kernel_failed(num_threads: int) -> None:
+    openmp = openmp_of_torch()
+    assert openmp is not None
+    for count, step in ((17, 3), (16, 4), (5, 100)):
+        team = Team(*openmp, np.int64(num_threads), np.int64(step))
+        marks = np.zeros(count, np.int64)
+        _mark_parallel(marks, count, -1, team)
+        assert (marks == 1).all()
+        with pytest.raises(RuntimeError, match="one of its threads"):
+            _mark_parallel(marks, count, count - 1, team)
 
 
 def test_results_that_do_not_begin_with_a_cache_line(monkeypatch: pytest.MonkeyPatch) -> None:

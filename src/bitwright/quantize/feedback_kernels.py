@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from numba import njit
 
+from bitwright.quantize.backends.cpu.team import in_team
 from bitwright.quantize.feedback_lanes import LANES, feed_column, round_column
 
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
@@ -101,14 +101,18 @@ def feed_back_block(  # type: ignore[no-untyped-def]
                         aim[row, k] += error * feedback[j, k]
 
 
-@njit(nogil=True, error_model="numpy", parallel=True, cache=True)
-def feed_back_block_parallel(  # type: ignore[no-untyped-def]
-    aims, weights, found, errors, best, num_rows, feedback, pivots, scales, shifts, width, codes, num_threads
-):
+@njit(nogil=True, error_model="numpy", cache=True)
+def feed_back_block_parallel(
+    aims, weights, found, errors, best, count, feedback, pivots, scales, shifts, width, codes, team
+):  # type: ignore[no-untyped-def]
     """`feed_back_block` of all rows on several threads."""
-    for thread in numba.prange(num_threads):
-        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        feed_back_block(aims, weights, found, errors, best, first, last, feedback, pivots, scales, shifts, width, codes)
+    in_team(
+        feed_back_block,
+        (aims, weights, found, errors, best),
+        count,
+        (feedback, pivots, scales, shifts, width, codes),
+        team,
+    )
 
 
 @njit(nogil=True, error_model="numpy", fastmath=_FAST, cache=True)
@@ -142,11 +146,7 @@ def change_codes(  # type: ignore[no-untyped-def]
                 break
 
 
-@njit(nogil=True, error_model="numpy", parallel=True, cache=True)
-def change_codes_parallel(  # type: ignore[no-untyped-def]
-    slopes, found, num_rows, matrix, inverses, scales, width, codes, num_passes, num_threads
-):
+@njit(nogil=True, error_model="numpy", cache=True)
+def change_codes_parallel(slopes, found, count, matrix, inverses, scales, width, codes, num_passes, team):  # type: ignore[no-untyped-def]
     """`change_codes` of all rows on several threads."""
-    for thread in numba.prange(num_threads):
-        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        change_codes(slopes, found, first, last, matrix, inverses, scales, width, codes, num_passes)
+    in_team(change_codes, (slopes, found), count, (matrix, inverses, scales, width, codes, num_passes), team)

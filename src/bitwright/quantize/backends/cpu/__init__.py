@@ -8,7 +8,7 @@
     grids, scales, arrays     what kernels are given: formats, rules and scales, and tensors
 
 Kernels are compiled at their first call and kept on disk. They run on as many threads as torch does
-(`torch.set_num_threads`), and one after the other: Numba's own pool is not safe under concurrent callers everywhere.
+(`torch.set_num_threads`), and on its threads where they are those of GNU's OpenMP (`team`).
 """
 
 from __future__ import annotations
@@ -157,9 +157,12 @@ def scale_with_amax(
     target = target_for(source, out)
     scale = np.float32((1 / inv_scale.float()).item())
     arguments = (np.float32(inv_scale.item()), scale, grid_of_format(number), streams_to(target))
-    arrays = (array_of(source), array_of(target))
-    amax_bits = run_whole(tiles.multiply_range, tiles.multiply_parallel, arrays, source.numel(), arguments)
-    return finished(target, x, out), torch.tensor(np.uint32(amax_bits).view(np.float32).item())
+    amax_bits = np.zeros(max(1, -(-source.numel() // tiles.RUN_NUMBERS)), np.uint32)
+    arrays = (array_of(source), array_of(target), amax_bits)
+    run_whole(
+        tiles.multiply_range, tiles.multiply_parallel, arrays, source.numel(), arguments, multiple=tiles.RUN_NUMBERS
+    )
+    return finished(target, x, out), torch.tensor(amax_bits.max().view(np.float32).item())
 
 
 def pack(x_NK: Tensor, scheme: TensorScheme) -> PackedTensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from bitwright.quantize.backends.cpu import tiles
 from bitwright.quantize.backends.cpu.announce import run
 from bitwright.quantize.backends.cpu.lanes import CACHE_LINE
 from bitwright.quantize.backends.cpu.steps import BLOCK
+from bitwright.quantize.backends.cpu.team import Team, openmp_of_torch
 
 #: What arrays hold a torch dtype's numbers; the kernels tell them apart by it.
 ARRAY_DTYPES = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
@@ -28,40 +30,51 @@ MIN_PER_THREAD = 1 << 14
 HUGE_BYTES = 1 << 25
 #: Bytes from which on results are written past the caches.
 STREAMED_BYTES = 1 << 25
-_ONE_AT_A_TIME = threading.Lock()
 _OWN_PROCESS = os.getpid()
 
 
-def run_whole(one: Any, several: Any, arrays: tuple[Any, ...], numbers: int, arguments: tuple[Any, ...]) -> Any:
-    """Call a kernel for a flat array of so many numbers, on one thread or on several."""
-    num_threads = _num_threads(numbers)
-    if num_threads > 1:
-        return _run_parallel(several, *arrays, *arguments, num_threads)
-    return run(one, *arrays, 0, numbers, *arguments)
+def run_whole(
+    one: Any, several: Any, arrays: tuple[Any, ...], numbers: int, arguments: tuple[Any, ...], multiple: int = BLOCK
+) -> None:
+    """Call a kernel for a flat array of so many numbers, in ranges that begin at multiples of a length."""
+    run_rows(one, several, arrays, numbers, arguments, numbers, multiple)
 
 
 def run_rows(
-    one: Any, several: Any, arrays: tuple[Any, ...], num_rows: int, arguments: tuple[Any, ...], numbers: int
+    one: Any,
+    several: Any,
+    arrays: tuple[Any, ...],
+    num_rows: int,
+    arguments: tuple[Any, ...],
+    numbers: int,
+    multiple: int = 1,
 ) -> None:
-    """Call a kernel for all rows, on one thread or on several."""
-    num_threads = min(num_rows, _num_threads(numbers))
-    if num_threads > 1:
-        _run_parallel(several, *arrays, num_rows, *arguments, num_threads)
-    else:
-        run(one, *arrays, 0, num_rows, *arguments)
+    """Call a kernel for all rows, on one thread or in ranges on several.
 
-
-def _run_parallel(several: Any, *arguments: Any) -> Any:
-    """Call a kernel that starts threads.
-
-    Where Numba shares OpenMP with torch, its first such call would leave torch with as many threads as Numba may have.
+    Args:
+        one: the kernel; called with `*arrays, first, last, *arguments`.
+        several: the same, of all rows by a team; called with `*arrays, num_rows, *arguments, team`.
+        arrays, num_rows, arguments: what it works on.
+        numbers: how many there are in all, from which the threads that are worth it follow.
+        multiple: a range begins at a multiple of it.
     """
-    with _ONE_AT_A_TIME:
-        num_threads = torch.get_num_threads()
-        result = run(several, *arguments)
-        if torch.get_num_threads() != num_threads:
-            torch.set_num_threads(num_threads)
-        return result
+    num_threads = min(num_rows, _num_threads(numbers))
+    if num_threads <= 1:
+        run(one, *arrays, 0, num_rows, *arguments)
+        return
+    step = -(-num_rows // (num_threads * multiple)) * multiple
+    if openmp := openmp_of_torch():
+        run(several, *arrays, num_rows, *arguments, Team(*openmp, np.int64(num_threads), np.int64(step)))
+        return
+    ranges = [(first, min(num_rows, first + step)) for first in range(0, num_rows, step)]
+    run(one, *arrays, *ranges[0], *arguments)  # compiled once, not by each thread
+    for done in [_own_threads().submit(one, *arrays, *some, *arguments) for some in ranges[1:]]:
+        done.result()
+
+
+@cache
+def _own_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="bitwright")
 
 
 def array_of(x: Tensor) -> Any:

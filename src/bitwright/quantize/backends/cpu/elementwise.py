@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 from numba import njit
 
 from bitwright.quantize.backends.cpu.lanes import ANY, EXACT
 from bitwright.quantize.backends.cpu.steps import BLOCK, round_block
+from bitwright.quantize.backends.cpu.team import in_team
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
@@ -37,10 +37,9 @@ def round_range(
         i += 1
 
 
-@njit(nogil=True, error_model="numpy", parallel=True, cache=True)
-def round_parallel(x: Any, out: Any, grid: Any, is_bounded: Any, is_short: Any, streams: Any, num_threads: Any) -> None:
+@njit(nogil=True, error_model="numpy", cache=True)
+def round_parallel(
+    x: Any, out: Any, count: Any, grid: Any, is_bounded: Any, is_short: Any, streams: Any, team: Any
+) -> None:
     """`round_range` of a whole array on several threads, in pieces of whole blocks."""
-    step = ((x.size + num_threads - 1) // num_threads + BLOCK - 1) // BLOCK * BLOCK
-    for thread in numba.prange(num_threads):
-        first = thread * step
-        round_range(x, out, first, min(x.size, first + step), grid, is_bounded, is_short, streams)
+    in_team(round_range, (x, out), count, (grid, is_bounded, is_short, streams), team)

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numba import njit
 
 from bitwright.quantize.backends.cpu.matmul_lanes import GROUPS, add_offsets, expand_pairs, multiply_pairs, widen_groups
 from bitwright.quantize.backends.cpu.matmul_layout import TILE_ROWS, constant
+from bitwright.quantize.backends.cpu.team import in_team
 
 #: Columns of x that are multiplied together, where there are several.
 BLOCK_COLUMNS = 4
@@ -146,15 +146,13 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
                 out[m, row] = totals[(m - tile) * TILE_ROWS + row] * factor[0]
 
 
-@njit(nogil=True, error_model="numpy", parallel=True, cache=True)
+@njit(nogil=True, error_model="numpy", cache=True)
 def multiply_tiles_parallel(  # type: ignore[no-untyped-def]
-    codes, x, out, scales, offsets, sums, num_tiles, factor, tables, sizes, bits, mirrored, scale_bits,
-    offset_bits, has_dot, num_threads
+    codes, x, out, scales, offsets, sums, count, factor, tables, sizes, bits, mirrored, scale_bits, offset_bits,
+    has_dot, team
 ):  # fmt: skip
     """`multiply_tiles` of all tiles on several threads."""
-    for thread in numba.prange(num_threads):
-        first, last = num_tiles * thread // num_threads, num_tiles * (thread + 1) // num_threads
-        multiply_tiles(
-            codes, x, out, scales, offsets, sums, first, last, factor, tables, sizes, bits, mirrored, scale_bits,
-            offset_bits, has_dot,
-        )  # fmt: skip
+    in_team(
+        multiply_tiles, (codes, x, out, scales, offsets, sums), count,
+        (factor, tables, sizes, bits, mirrored, scale_bits, offset_bits, has_dot), team,
+    )  # fmt: skip

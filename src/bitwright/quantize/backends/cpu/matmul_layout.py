@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from numba import njit
 
 from bitwright.quantize.backends.cpu.arrays import run_rows
+from bitwright.quantize.backends.cpu.team import in_team
 
 #: Rows of a tile; rows of a code vector.
 TILE_ROWS, VECTOR_ROWS = 64, 16
@@ -197,14 +197,10 @@ def lay_tiles(stream, words, places, first, last, pieces, num_vectors, bits):  #
                     words[tile, index // num_codes * num_vectors + vector, lane] |= np.uint16(part)
 
 
-@njit(nogil=True, error_model="numpy", parallel=True, cache=True)
-def lay_tiles_parallel(  # type: ignore[no-untyped-def]
-    stream, words, places, num_tiles, pieces, num_vectors, bits, num_threads
-):
+@njit(nogil=True, error_model="numpy", cache=True)
+def lay_tiles_parallel(stream, words, places, count, pieces, num_vectors, bits, team):  # type: ignore[no-untyped-def]
     """`lay_tiles` of all tiles on several threads."""
-    for thread in numba.prange(num_threads):
-        first, last = num_tiles * thread // num_threads, num_tiles * (thread + 1) // num_threads
-        lay_tiles(stream, words, places, first, last, pieces, num_vectors, bits)
+    in_team(lay_tiles, (stream, words, places), count, (pieces, num_vectors, bits), team)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
@@ -229,14 +225,10 @@ def collect_tiles(stream, words, places, first, last, pieces, num_vectors, bits)
                     stream[tile * 64 + row, byte + 1] |= np.uint8(window >> 8)
 
 
-@njit(nogil=True, error_model="numpy", parallel=True, cache=True)
-def collect_tiles_parallel(  # type: ignore[no-untyped-def]
-    stream, words, places, num_tiles, pieces, num_vectors, bits, num_threads
-):
+@njit(nogil=True, error_model="numpy", cache=True)
+def collect_tiles_parallel(stream, words, places, count, pieces, num_vectors, bits, team):  # type: ignore[no-untyped-def]
     """`collect_tiles` of all tiles on several threads."""
-    for thread in numba.prange(num_threads):
-        first, last = num_tiles * thread // num_threads, num_tiles * (thread + 1) // num_threads
-        collect_tiles(stream, words, places, first, last, pieces, num_vectors, bits)
+    in_team(collect_tiles, (stream, words, places), count, (pieces, num_vectors, bits), team)
 
 
 def to_tiles(stream: npt.NDArray[np.uint8], tiles: Tiles) -> npt.NDArray[np.uint8]:

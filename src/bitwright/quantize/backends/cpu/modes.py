@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
@@ -19,6 +18,7 @@ from numba.extending import intrinsic
 
 from bitwright.formats import FloatFormat, Format, IntFormat
 from bitwright.formats.encode import overflow_values
+from bitwright.quantize.backends.cpu.team import in_team
 
 #: Names of `formats.ROUNDINGS` and how kernels call them.
 MODES = {"nearest_even": 0, "nearest_away": 1, "toward_zero": 2, "up": 3, "down": 4, "stochastic": 5}
@@ -154,11 +154,9 @@ def round_modes(x: Any, out: Any, first: Any, last: Any, grid: Any, mode: Any, s
         out[i] = np.float32(signed)
 
 
-@njit(nogil=True, error_model="numpy", parallel=True, cache=True)
-def round_modes_parallel(x: Any, out: Any, grid: Any, mode: Any, seed: Any, random_bits: Any, num_threads: Any) -> None:
+@njit(nogil=True, error_model="numpy", cache=True)
+def round_modes_parallel(
+    x: Any, out: Any, count: Any, grid: Any, mode: Any, seed: Any, random_bits: Any, team: Any
+) -> None:
     """`round_modes` of a whole array on several threads."""
-    size = x.size
-    step = (size + num_threads - 1) // num_threads
-    for thread in numba.prange(num_threads):
-        first = thread * step
-        round_modes(x, out, first, min(size, first + step), grid, mode, seed, random_bits)
+    in_team(round_modes, (x, out), count, (grid, mode, seed, random_bits), team)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numba import njit
 
 from bitwright.quantize.backends.cpu.steps import BLOCK, decoded_block, decoded_blocks, pack_block, unpack_block
+from bitwright.quantize.backends.cpu.team import in_team
 from bitwright.quantize.backends.cpu.tiles import new_work, quantize_row, scale_row
 
 
@@ -118,24 +118,12 @@ def pack_rows(
         pack_bits(codes, columns, packed[row], 0, bits)
 
 
-@njit(nogil=True, error_model="numpy", parallel=True, cache=True)
+@njit(nogil=True, error_model="numpy", cache=True)
 def pack_rows_parallel(
-    x: Any,
-    packed: Any,
-    scales: Any,
-    num_rows: Any,
-    columns: Any,
-    size: Any,
-    rule: Any,
-    grid: Any,
-    bits: Any,
-    num_threads: Any,
+    x: Any, packed: Any, scales: Any, count: Any, columns: Any, size: Any, rule: Any, grid: Any, bits: Any, team: Any
 ) -> None:
     """`pack_rows` on several threads."""
-    step = (num_rows + num_threads - 1) // num_threads
-    for thread in numba.prange(num_threads):
-        first = thread * step
-        pack_rows(x, packed, scales, first, min(num_rows, first + step), columns, size, rule, grid, bits)
+    in_team(pack_rows, (x, packed, scales), count, (columns, size, rule, grid, bits), team)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
@@ -159,24 +147,12 @@ def pack_scaled_rows(
         pack_bits(codes, columns, packed[row], 0, bits)
 
 
-@njit(nogil=True, error_model="numpy", parallel=True, cache=True)
+@njit(nogil=True, error_model="numpy", cache=True)
 def pack_scaled_rows_parallel(
-    x: Any,
-    packed: Any,
-    scales: Any,
-    num_rows: Any,
-    columns: Any,
-    size: Any,
-    rows: Any,
-    grid: Any,
-    bits: Any,
-    num_threads: Any,
+    x: Any, packed: Any, scales: Any, count: Any, columns: Any, size: Any, rows: Any, grid: Any, bits: Any, team: Any
 ) -> None:
     """`pack_scaled_rows` on several threads."""
-    step = (num_rows + num_threads - 1) // num_threads
-    for thread in numba.prange(num_threads):
-        first = thread * step
-        pack_scaled_rows(x, packed, scales, first, min(num_rows, first + step), columns, size, rows, grid, bits)
+    in_team(pack_scaled_rows, (x, packed, scales), count, (columns, size, rows, grid, bits), team)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -244,22 +220,19 @@ def unpack_rows(
             _decode_group(codes, first, min(first + size, columns), out, row * columns, of_row[group], code, streams)
 
 
-@njit(nogil=True, error_model="numpy", parallel=True, cache=True)
+@njit(nogil=True, error_model="numpy", cache=True)
 def unpack_rows_parallel(
     packed: Any,
     out: Any,
     scales: Any,
-    num_rows: Any,
+    count: Any,
     columns: Any,
     size: Any,
     rows: Any,
     code: Any,
     bits: Any,
     streams: Any,
-    num_threads: Any,
+    team: Any,
 ) -> None:
     """`unpack_rows` on several threads."""
-    step = (num_rows + num_threads - 1) // num_threads
-    for thread in numba.prange(num_threads):
-        first = thread * step
-        unpack_rows(packed, out, scales, first, min(num_rows, first + step), columns, size, rows, code, bits, streams)
+    in_team(unpack_rows, (packed, out, scales), count, (columns, size, rows, code, bits, streams), team)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from numba import njit
 
@@ -29,6 +28,7 @@ from bitwright.quantize.backends.cpu.steps import (
     scaled_block,
     scaled_blocks,
 )
+from bitwright.quantize.backends.cpu.team import in_team
 
 #: Groups of a run, and numbers of a run at most.
 RUN_GROUPS = 64
@@ -356,25 +356,22 @@ def quantize_rows(
         quantize_row(x, out, scales, start, first, columns, size, rule, grid, gives_codes, streams, work)
 
 
-@njit(nogil=True, error_model="numpy", parallel=True, cache=True)
+@njit(nogil=True, error_model="numpy", cache=True)
 def quantize_rows_parallel(
     x: Any,
     out: Any,
     scales: Any,
-    rows: Any,
+    count: Any,
     columns: Any,
     size: Any,
     rule: Any,
     grid: Any,
     gives_codes: Any,
     streams: Any,
-    num_threads: Any,
+    team: Any,
 ) -> None:
     """`quantize_rows` on several threads."""
-    step = (rows + num_threads - 1) // num_threads
-    for thread in numba.prange(num_threads):
-        first = thread * step
-        quantize_rows(x, out, scales, first, min(rows, first + step), columns, size, rule, grid, gives_codes, streams)
+    in_team(quantize_rows, (x, out, scales), count, (columns, size, rule, grid, gives_codes, streams), team)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -426,34 +423,32 @@ def scale_rows(
         scale_row(x, out, scales[row // rows], row * columns, columns, size, grid, gives_codes, streams, work)
 
 
-@njit(nogil=True, error_model="numpy", parallel=True, cache=True)
+@njit(nogil=True, error_model="numpy", cache=True)
 def scale_rows_parallel(
     x: Any,
     out: Any,
     scales: Any,
-    num_rows: Any,
+    count: Any,
     columns: Any,
     size: Any,
     rows: Any,
     grid: Any,
     gives_codes: Any,
     streams: Any,
-    num_threads: Any,
+    team: Any,
 ) -> None:
     """`scale_rows` on several threads."""
-    step = (num_rows + num_threads - 1) // num_threads
-    for thread in numba.prange(num_threads):
-        first = thread * step
-        scale_rows(x, out, scales, first, min(num_rows, first + step), columns, size, rows, grid, gives_codes, streams)
+    in_team(scale_rows, (x, out, scales), count, (columns, size, rows, grid, gives_codes, streams), team)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def multiply_range(x: Any, out: Any, first: Any, last: Any, inverse: Any, scale: Any, grid: Any, streams: Any) -> Any:
-    """``out[first : last] = round(x[…] · inverse) · scale``; returns the word of the largest magnitude: one read."""
-    found = np.uint32(0)
+def multiply_range(
+    x: Any, out: Any, amax_bits: Any, first: Any, last: Any, inverse: Any, scale: Any, grid: Any, streams: Any
+) -> None:
+    """``out[first : last] = round(x[…] · inverse) · scale``, and the largest magnitude's word of each run: one read."""
     for start in range(first, last, RUN_NUMBERS):
         end = min(last, start + RUN_NUMBERS)
-        found = np.uint32(max(found, amax_bits_of(x, start, end - start)))
+        amax_bits[start // RUN_NUMBERS] = amax_bits_of(x, start, end - start)
         i = start
         while i + 64 <= end:
             scaled_block(x, i, out, scale, inverse, scale, grid, 64, MULTIPLY, streams)
@@ -461,19 +456,14 @@ def multiply_range(x: Any, out: Any, first: Any, last: Any, inverse: Any, scale:
         while i < end:
             scaled_block(x, i, out, scale, inverse, scale, grid, 1, MULTIPLY, None)
             i += 1
-    return found
 
 
-@njit(nogil=True, error_model="numpy", parallel=True, cache=True)
-def multiply_parallel(x: Any, out: Any, inverse: Any, scale: Any, grid: Any, streams: Any, num_threads: Any) -> Any:
+@njit(nogil=True, error_model="numpy", cache=True)
+def multiply_parallel(
+    x: Any, out: Any, amax_bits: Any, count: Any, inverse: Any, scale: Any, grid: Any, streams: Any, team: Any
+) -> None:
     """`multiply_range` of a whole array on several threads."""
-    step = ((x.size + num_threads - 1) // num_threads + 63) // 64 * 64
-    found = np.zeros(num_threads, np.uint32)
-    for thread in numba.prange(num_threads):
-        first = thread * step
-        if first < x.size:
-            found[thread] = multiply_range(x, out, first, min(x.size, first + step), inverse, scale, grid, streams)
-    return found.max()
+    in_team(multiply_range, (x, out, amax_bits), count, (inverse, scale, grid, streams), team)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
@@ -485,10 +475,7 @@ def amax_rows(x: Any, amax_bits: Any, first_row: Any, last_row: Any, columns: An
             amax_bits[row, group] = amax_bits_of(x, row * columns + start, min(size, columns - start))
 
 
-@njit(nogil=True, error_model="numpy", parallel=True, cache=True)
-def amax_rows_parallel(x: Any, amax_bits: Any, rows: Any, columns: Any, size: Any, num_threads: Any) -> None:
+@njit(nogil=True, error_model="numpy", cache=True)
+def amax_rows_parallel(x: Any, amax_bits: Any, count: Any, columns: Any, size: Any, team: Any) -> None:
     """`amax_rows` on several threads."""
-    step = (rows + num_threads - 1) // num_threads
-    for thread in numba.prange(num_threads):
-        first = thread * step
-        amax_rows(x, amax_bits, first, min(rows, first + step), columns, size)
+    in_team(amax_rows, (x, amax_bits), count, (columns, size), team)
