@@ -102,9 +102,9 @@ def feed_back_block(  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def feed_back_block_parallel(
+def feed_back_block_parallel(  # type: ignore[no-untyped-def]
     aims, weights, found, errors, best, count, feedback, pivots, scales, shifts, width, codes, team
-):  # type: ignore[no-untyped-def]
+):
     """`feed_back_block` of all rows on several threads."""
     in_team(
         feed_back_block,
