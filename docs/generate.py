@@ -1,9 +1,12 @@
-"""Write the pages that are tables of what exists: formats, schemes, devices, engines, commands.
+"""Write the pages that are tables of what exists (formats, schemes, devices, engines, commands), and tables in others.
 
     make docs          # or: python docs/generate.py
 
-Everything comes from the catalogs, so the pages cannot tell of anything that is not there; the tests hold them against
-the catalogs (tests/docs/test_generated_pages.py). To change a page, change the record or the text below.
+Everything comes from the catalogs and result files, so the pages cannot tell of anything that is not there; the tests
+hold them against those (tests/docs/test_generated_pages.py). To change a page, change the record or the text below.
+
+A page that is written by hand may hold tables: what stands between `<!-- table: NAME -->` and `<!-- end -->` is written
+here, and nothing else of it is.
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ from __future__ import annotations
 import inspect
 import io
 import os
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 from unittest.mock import patch
@@ -23,13 +28,17 @@ import typer
 sys.path.insert(0, str(Path(__file__).parent))  # the pages of this folder, also where a test loads this file
 
 import measured
+from measured import markdown_table
 
 from bitwright import formats, hardware
 from bitwright.cli.app import create_app, run
 from bitwright.cli.formats import native_devices, spell_specials
+from bitwright.export import EXPORTERS, supported_schemes
+from bitwright.export.source_kind import SOURCES
+from bitwright.inference.native_rows import NATIVE_PRODUCTS
 from bitwright.plan.engine import Engine, engines
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS, TensorScheme
-from bitwright.quantize.catalogs import VALUE_SCHEMES
+from bitwright.quantize.catalogs import MATMULS, VALUE_SCHEMES
 from bitwright.quantize.select import BACKENDS
 from bitwright.search.settings import default_schemes
 
@@ -42,14 +51,6 @@ _HEAD_DIM = 128
 _TRANSFORMS: Mapping[str, Any] = TRANSFORMS
 #: What stands for a value where an option does not name it.
 _VALUE_NAMES = {str: "NAME", int: "N", float: "X", float | None: "X", int | None: "N"}
-
-
-def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; a title that ends in ":" stands over numbers, which are set to the right."""
-    head = [title.removesuffix(":") for title in titles]
-    rule = ["--:" if title.endswith(":") else "---" for title in titles]
-    cells = [head, rule, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
 
 
 def terminal(*arguments: str, columns: int = 100) -> str:
@@ -223,6 +224,11 @@ some engines refuse it.
 | symmetric | `code · scale` | most integer and all floating schemes |
 | zero_point (`_zp`) | `(code − zero_point) · scale` | AWQ, GPTQ, compressed-tensors |
 | minimum (`_min`) | `code · scale + minimum` | GGUF's Q4_1 |
+
+A scheme without a name is spelled out, wherever a scheme is named: format of the codes, who shares a scale (`tensor`,
+`row`, `g32`, `b128x128`), format of the scales, then `zp` or `min`; what inputs are rounded to stands behind a bar.
+`uint4:g48:bf16:zp` has 4 bits with zero points in groups of 48, `fp8_e4m3:tensor:fp32|fp8_e4m3:tensor:fp32:static` one
+static scale for its inputs.
 
 Unless `--schemes` names others, bitwright chooses among these:
 {", ".join(f"`{name}`" for name in default_schemes())}.
@@ -400,12 +406,18 @@ def _command(usage: str, verb: Any) -> str:
         is_flag = value_type is bool
         if not is_flag:
             option += f" {info.metavar or _VALUE_NAMES[value_type]}"
-        default = "" if is_flag or parameter.default is None else f"`{parameter.default}`"
-        rows.append((f"`{option}`", default, str(info.help)))
+        rows.append((f"`{option}`", "" if is_flag else _default(parameter), str(info.help)))
     parts = [f"## `{' '.join(words)}`", inspect.cleandoc(verb.__doc__ or "")]
     if rows:
         parts.append(markdown_table(("argument", "default", "meaning"), rows))
     return "\n\n".join(parts)
+
+
+def _default(parameter: inspect.Parameter) -> str:
+    """What an option is unless it is given."""
+    if parameter.default is inspect.Parameter.empty:
+        return "required"
+    return "" if parameter.default is None else f"`{parameter.default}`"
 
 
 def quantize_page() -> str:
@@ -417,6 +429,66 @@ def quantize_page() -> str:
     return measured.quantize_page(_NOTICE, markdown_table(("backend", "what it is", "preferred on"), rows))
 
 
+# --- tables in pages that are written by hand -------------------------------------------------------------------------
+
+
+def targets_table() -> str:
+    """What a plan can be exported to."""
+    rows = [(f"`{name}`", ", ".join(x.engines), x.description) for name, x in EXPORTERS.items()]
+    return markdown_table(("target", "engines whose rules hold", "what is written"), rows)
+
+
+def target_schemes_table() -> str:
+    """Which schemes each target takes, engine by engine."""
+    asked = [(name, engine) for name, exporter in EXPORTERS.items() for engine in exporter.engines or (None,)]
+    taken = {column: set(supported_schemes(*column)) for column in asked}
+    titles = [name if engine is None or engine == name else f"{name} for {engine}" for name, engine in asked]
+    rows = [
+        (f"`{scheme}`", *("yes" if scheme in taken[column] else "" for column in asked))
+        for scheme in (*SCHEMES, *VALUE_SCHEMES)
+        if any(scheme in found for found in taken.values())
+    ]
+    return markdown_table(("scheme", *titles), rows)
+
+
+def sources_table() -> str:
+    """What can be imported."""
+    rows = [(f"`{name}`", source.description) for name, source in SOURCES.items()]
+    return markdown_table(("kind", "what is read"), rows)
+
+
+def kernels_table() -> str:
+    """What multiplies packed weights, in the order in which it is asked."""
+    rows = [("native", f"`{product.name}`", product.description) for product in NATIVE_PRODUCTS]
+    layouts = sorted(MATMULS.values(), key=lambda layout: layout.preference)
+    asked = [layout for layout in layouts if layout.name not in {product.name for product in NATIVE_PRODUCTS}]
+    rows += [("packed", f"`{layout.name}`", layout.description) for layout in asked]
+    return markdown_table(("mode", "kernel", "what it is"), rows)
+
+
+#: Name of a table in a page → what makes it.
+TABLES: dict[str, Callable[[], str]] = {
+    "targets": targets_table,
+    "schemes of targets": target_schemes_table,
+    "kinds of checkpoints": sources_table,
+    "kernels": kernels_table,
+    "products": measured.products_table,
+    "gpu": measured.gpu_sentence,
+    "vLLM": measured.vllm_table,
+    "llama.cpp": measured.llama_cpp_table,
+    "torchao": measured.torchao_table,
+    "peers": partial(measured.peers_table, "demo"),
+    "peers, dithered": partial(measured.peers_table, "demo-dithered"),
+}
+_TABLE = re.compile(r"(<!-- table: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def with_tables(name: str) -> str:
+    """A page of docs/ with its tables as they are now."""
+    text = (DOCS / name).read_text(encoding="utf-8")
+    return _TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
+
+
 #: File of docs/ → what makes it.
 PAGES = {
     "formats.md": formats_page,
@@ -425,6 +497,7 @@ PAGES = {
     "hardware.md": hardware_page,
     "engines.md": engines_page,
     "commands.md": commands_page,
+    **{name: partial(with_tables, name) for name in ("running.md", "exporting.md", "importing.md", "compared.md")},
 }
 
 

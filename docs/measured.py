@@ -1,4 +1,4 @@
-"""The page on quantising tensors: what the verbs do, and tables of what was measured, read from the result files.
+"""Tables of what was measured, read from the result files, and the page on quantising tensors around some of them.
 
 Figures are those of benchmarks/results/*.json; what has not been measured yet says so.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,14 @@ def _where(results: Mapping[str, Any]) -> str:
         results.get("date", results.get("measured", "")),
     ]
     return ", ".join(word for word in known if word)
+
+
+def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; a title that ends in ":" stands over numbers, which are set to the right."""
+    head = [title.removesuffix(":") for title in titles]
+    rule = ["--:" if title.endswith(":") else "---" for title in titles]
+    cells = [head, rule, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
 
 
 def exactness_table() -> str:
@@ -92,6 +100,143 @@ def gpu_sentence() -> str:
             "GPU yet; `make gpu-check` checks them and measures their speed on one."
         )
     return f"The Triton kernels were checked on a GPU: {_where(results)} (`benchmarks/results/gpu-check.json`)."
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def products_table() -> str:
+    """Products with packed weights against torch's bf16, by scheme and shape."""
+    results = _result("inference-matmul.json")
+    if results is None:
+        return "Not measured yet: `python benchmarks/inference.py matmul`."
+    found = {(row["scheme"], tuple(row["shape"]), row["tokens"]): row for row in results["products"]}
+    tokens = sorted({number for _, _, number in found})
+    rows = []
+    for scheme, shape in dict.fromkeys((scheme, shape) for scheme, shape, _ in found):
+        own = {number: found[scheme, shape, number] for number in tokens if (scheme, shape, number) in found}
+        one = own[min(own)]
+        ratios = [_ratio(own[number]["ratio"], own[number]["target"]) if number in own else "–" for number in tokens]
+        times = f"{one['packed_ms']['median_ms']:.2f} ms", f"{one['gb_per_s']:.1f}", f"{one['share_of_reading']:.0%}"
+        rows.append((f"`{scheme}`", " × ".join(map(str, shape)), *ratios, *times))
+    counts = (f"{number} token{'s' if number > 1 else ''}:" for number in tokens)
+    titles = ("scheme", "weight", *counts, f"time at {tokens[0]}:", "GB/s:", "of reading:")
+    where = f"{_where(results)}, {results['threads']} threads (`benchmarks/results/inference-matmul.json`)"
+    return f"{markdown_table(titles, rows)}\n\nMeasured on {where}."
+
+
+def _ratio(ratio: float, target: float | None) -> str:
+    """Bold where it is below what the project asks for."""
+    return f"**{ratio:.2f} ×**" if target is not None and ratio < target else f"{ratio:.2f} ×"
+
+
+# --- exporting --------------------------------------------------------------------------------------------------------
+
+#: As in benchmarks/engines: nats that an engine may differ by on average, or so many times the plan's own resolution.
+_MAX_LOGPROB, _RESOLUTIONS = 0.02, 1.25
+
+
+def _is_close(row: Mapping[str, Any]) -> bool:
+    limit = max(_MAX_LOGPROB, _RESOLUTIONS * row.get("resolution", 0.0))
+    return bool(row["logprob_difference"] <= limit)
+
+
+def _difference(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Mean difference of log-probabilities, the plan's own resolution, greedy texts that agree."""
+    shown = f"{row['logprob_difference']:.4f}"
+    agreeing = f"{sum(row['greedy_agrees'])} of {len(row['greedy_agrees'])}"
+    own = "–" if "resolution" not in row else "< 0.0001" if row["resolution"] < 1e-4 else f"{row['resolution']:.4f}"
+    return shown if _is_close(row) else f"**{shown}**", own, agreeing
+
+
+def vllm_table() -> str:
+    """The real vLLM beside a plan, and what it has no kernel for on this CPU."""
+    results = _result("vllm.json")
+    if results is None:
+        return "Not measured yet: `python benchmarks/engines/vllm_check.py --results benchmarks/results/vllm.json`."
+    ran = [row for row in results["rows"] if "error" not in row]
+    rows = [
+        (
+            row["case"],
+            row["dtype"],
+            *_difference(row),
+            f"{row['perplexity']:.2f}",
+            f"{row['perplexity_vllm']:.2f}",
+        )
+        for row in ran
+    ]
+    titles = ("plan", "dtype", "difference:", "resolution:", "greedy:", "perplexity of the plan:", "in vLLM:")
+    refused = ", ".join(f"`{row['case']}`" for row in results["rows"] if "error" in row)
+    lacking = f" vLLM had no kernel on this processor for: {refused}." if refused else ""
+    where = f"Measured on {_where(results)} (`benchmarks/results/vllm.json`)."
+    return f"{markdown_table(titles, rows)}\n\n{where}{lacking}"
+
+
+def llama_cpp_table() -> str:
+    """The real llama.cpp beside a plan."""
+    results = _result("llama_cpp.json")
+    if results is None:
+        return "Not measured yet: `python benchmarks/engines/llama_cpp_check.py`."
+    rows = [
+        (
+            row["case"],
+            f"{row['file_bytes'] / 2**20:.1f}",
+            *_difference(row),
+            f"{row['perplexity']:.2f}",
+            f"{row['perplexity_with_its_inputs']:.2f}",
+            f"{row['perplexity_llama_cpp']:.2f}",
+        )
+        for row in results["rows"]
+        if "error" not in row
+    ]
+    titles = (
+        "plan", "MiB:", "difference:", "resolution:", "greedy:", "perplexity of the plan:", "inputs rounded:",
+        "in llama.cpp:",
+    )  # fmt: skip
+    where = f"{_where(results)}, gguf {results['machine'].get('gguf', '?')}"
+    return f"{markdown_table(titles, rows)}\n\nMeasured on {where} (`benchmarks/results/llama_cpp.json`)."
+
+
+def torchao_table() -> str:
+    """The real torchao beside a plan."""
+    results = _result("torchao.json")
+    if results is None:
+        return "Not measured yet: `python benchmarks/engines/torchao_check.py`."
+    rows = [
+        (row["case"], f"{row['equal_layers']} of {row['layers']}", f"{row['logit_difference']:.2g}")
+        for row in results["rows"]
+        if "error" not in row
+    ]
+    titles = ("plan", "layers equal bit for bit:", "logits, relative difference:")
+    return f"{markdown_table(titles, rows)}\n\nMeasured on {_where(results)} (`benchmarks/results/torchao.json`)."
+
+
+# --- beside other tools ----------------------------------------------------------------------------------------------
+
+
+def peers_table(model: str) -> str:
+    """KL of each tool at the same bits, on one model and text."""
+    results = _result(f"peers-{model}.json")
+    if results is None:
+        return f"Not measured yet: `python benchmarks/peers/run.py --model {model}`."
+    kl = {(run["row"], run["tool"]): run for run in results["runs"]}
+    rows, tools = (list(dict.fromkeys(key[part] for key in kl)) for part in (0, 1))
+    cells = [(row, *(_kl_of(kl.get((row, tool))) for tool in tools)) for row in sorted(rows)]
+    versions = {name: version for run in results["runs"] for name, version in run["versions"].items()}
+    peers = ", ".join(f"{name} {versions[name]}" for name in ("nvidia-modelopt", "auto-round") if name in versions)
+    text = results["facts"]["text"]
+    table = markdown_table(("bits", *(f"{tool}:" for tool in tools)), cells)
+    return (
+        f"{table}\n\n{results['facts']['what']}; {text['calibration']} of calibration, {text['evaluation']}; {peers}. "
+        f"Measured on {_where(results)} (`benchmarks/results/peers-{model}.json`)."
+    )
+
+
+def _kl_of(run: Mapping[str, Any] | None) -> str:
+    return "–" if run is None else f"{run['kl']:.3g} ± {run['kl_standard_error']:.1g}"
+
+
+# --- the page on quantising -------------------------------------------------------------------------------------------
 
 
 def quantize_page(notice: str, backends: str) -> str:

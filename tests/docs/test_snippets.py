@@ -1,12 +1,13 @@
 """Whatever the documentation tells a reader to type works: Python blocks are executed files, commands are run.
 
-A Python or TOML block must be, to the letter, a file in docs/snippets. Those files, and every `bitwright` line of a
-shell block, are run in an empty folder that holds what they speak of: my-model (a tiny random one), my-text.txt and
-my-chats.jsonl.
+A Python, TOML or YAML block must be, to the letter, a file in docs/snippets. Those files, and every `bitwright` line of
+a shell block, are run in an empty folder that holds what they speak of: my-model (a tiny random one), my-text.txt,
+my-chats.jsonl, sites.toml, and my-task.yaml with my-questions.jsonl.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -14,6 +15,8 @@ import re
 import runpy
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +32,10 @@ SNIPPETS = ROOT / "docs" / "snippets"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 #: Modules that a reader would put into the package; not for running by themselves.
 EXTENSIONS = {"new_scheme.py"}
-SCRIPTS = sorted(path.name for path in SNIPPETS.glob("*.py") if path.name not in EXTENSIONS)
+#: What reads a folder that the commands of its page have written: run after them, in a process of its own.
+READERS = {"load_exported.py"}
+EXPORT_PAGES = ("exporting", "importing")
+SCRIPTS = sorted(path.name for path in SNIPPETS.glob("*.py") if path.name not in EXTENSIONS | READERS)
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
@@ -58,8 +64,13 @@ def readers_folder(
         {"messages": [{"role": "user", "content": text[:30]}, {"role": "assistant", "content": text}]} for text in texts
     ]
     (tmp_path / "my-chats.jsonl").write_text("\n".join(map(json.dumps, chats)), encoding="utf-8")
+    for name in ("my-task.yaml", "sites.toml"):
+        shutil.copy(SNIPPETS / name, tmp_path)
+    questions = [{"question": text[:30], "choices": [text[30:50], " red"], "answer": 0} for text in texts[:8]]
+    (tmp_path / "my-questions.jsonl").write_text("\n".join(map(json.dumps, questions)), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(shared_cache))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     return tmp_path
 
 
@@ -71,7 +82,7 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_block_of_code_is_an_executed_file(page: Path) -> None:
     known = {path.read_text(encoding="utf-8") for path in SNIPPETS.iterdir() if path.is_file()}
-    assert [block for block in blocks(page, "python", "py", "toml") if block not in known] == []
+    assert [block for block in blocks(page, "python", "py", "toml", "yaml") if block not in known] == []
 
 
 @pytest.mark.slow
@@ -89,12 +100,20 @@ def test_the_comments_of_the_formats_snippet_are_true(capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
-def test_commands_run(page: Path, readers_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_run(
+    page: Path, readers_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for command in commands(page):
+        monkeypatch.setattr("sys.stdin", io.StringIO("What is a scale?\n"))  # what a reader says to `chat`
         code = main(shlex.split(command, comments=True)[1:])
         # 3: a random model may miss a limit; the plan is written all the same.
         assert code in (0, 3), f"{command}\n{capsys.readouterr().err}"
         assert capsys.readouterr().out
+    for name in sorted(READERS):
+        if (SNIPPETS / name).read_text(encoding="utf-8") in blocks(page, "python"):
+            pytest.importorskip("compressed_tensors")
+            done = subprocess.run([sys.executable, SNIPPETS / name], capture_output=True, text=True)
+            assert done.returncode == 0 and done.stdout, done.stderr
 
 
 def test_the_example_of_a_scheme_is_one_and_no_known_one() -> None:
@@ -123,7 +142,7 @@ def test_named_files_exist(page: Path) -> None:
     named = re.findall(r"`([\w./-]+\.(?:py|toml|txt|md))`", page.read_text(encoding="utf-8"))
     folders = [ROOT / name for name in ("src", "tests", "docs", "benchmarks")]
     there = [*ROOT.iterdir(), *(path for folder in folders for path in folder.rglob("*"))]
-    users_own = {"my-text.txt"}
+    users_own = {"my-text.txt", "sites.toml", "load_torchao.py", "te_recipe.py"}  # the last two: by exports
     missing = [
         name
         for name in named
@@ -142,6 +161,25 @@ def test_the_guide_names_every_set_task_and_limit() -> None:
     options = ["--" + units.sub("", name).replace("_", "-") for name in Budget.model_fields]
     assert [name for name in [*CALIBRATION_SETS, *TASKS] if f"`{name}`" not in guide] == []
     assert [option for option in options if option not in guide] == []
+
+
+def test_the_guides_to_exports_and_imports_name_every_kind() -> None:
+    from bitwright.export import EXPORTERS
+    from bitwright.export.source_kind import SOURCES
+
+    exporting, importing = ((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in EXPORT_PAGES)
+    assert [name for name in EXPORTERS if f"\n## `{name}`" not in exporting] == []
+    typed = [command for command in commands(ROOT / "docs" / "exporting.md") if " --to " in command]
+    assert [name for name in EXPORTERS if not any(f" --to {name} " in command for command in typed)] == []
+    assert [name for name in SOURCES if f"| `{name}` |" not in importing] == []
+
+
+def test_the_guide_to_running_names_every_mode_and_rule() -> None:
+    from bitwright.inference.choice import MODES
+    from bitwright.inference.static_calibration import RULES
+
+    guide = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+    assert [name for name in (*MODES, *RULES) if f"| `{name}` |" not in guide] == []
 
 
 def test_contributing_names_every_plug_in_folder() -> None:
