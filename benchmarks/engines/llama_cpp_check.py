@@ -15,7 +15,7 @@ k-quants it is groups of 256: those types are not looked at here.) So the file i
 `bitwright import` does, and run with inputs rounded so:
 
     logprobs    mean over prompt tokens of |log p of llama.cpp − log p of apply|: at most 0.02 nats, or within what
-                `vllm_check.py` calls the resolution: rounded inputs fall to either side of an edge
+                `comparison.py` calls the resolution: rounded inputs fall to either side of an edge
     greedy      llama.cpp's greedy text is ours until the first place where our two best logits are closer than 0.05
 """
 
@@ -26,14 +26,29 @@ import json
 import math
 import os
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from comparison import (
+    HERE,
+    MAX_LOGPROB_DIFFERENCE,
+    MAX_PERPLEXITY_RATIO,
+    NEW_TOKENS,
+    NUM_NUDGED,
+    NUM_TEXTS,
+    RESOLUTIONS,
+    Case,
+    greedy_agrees,
+    last_error,
+    logprobs,
+    nudged,
+    run_checks,
+    texts,
+)
 from torch import Tensor, nn
 
 from bitwright import formats
@@ -42,31 +57,10 @@ from bitwright.export.imported_plan import ProofText, plan_of
 from bitwright.export.importer import Found, look, raise_if_refused
 from bitwright.inference import apply
 from bitwright.models.linear_calls import LinearCalls, Matrix, Operation
-from bitwright.models.load import load
 from bitwright.models.loaded import LoadedModel
-from bitwright.models.sites import Site
-from bitwright.plan import Plan, load_plan
+from bitwright.plan import Plan
 from bitwright.search.documents import CALIBRATION_SETS
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "peers")]
-import environments  # noqa: E402
-import machine  # noqa: E402
-from vllm_check import (  # noqa: E402
-    MAX_LOGPROB_DIFFERENCE,
-    NEW_TOKENS,
-    NUM_NUDGED,
-    NUM_TEXTS,
-    RESOLUTIONS,
-    greedy_agrees,
-    last_error,
-    logprobs,
-    made_plan,
-    nudged,
-    texts,
-)
-
-MAX_PERPLEXITY_RATIO = 0.01
 RESULTS = HERE.parent / "results" / "llama_cpp.json"
 #: Characters of each document that both tokenizers cut up.
 TOKENISED = 2000
@@ -81,40 +75,29 @@ _MIXED = {
     "mlp.up": "fp6_w",
     "mlp.down": "fp8_w",
 }
-#: Case → site → scheme.
-CASES: dict[str, Callable[[Site], str]] = {
-    "as loaded": lambda site: "as_loaded",
-    "f32": lambda site: "fp32",
-    "bf16": lambda site: "bf16",
-    "int4_g32": lambda site: "int4_g32",
-    "int4_g64": lambda site: "int4_g64",
-    "int8_g32": lambda site: "int8_g32",
-    "mixed": lambda site: _MIXED[site.role],
+CASES = {
+    "as loaded": Case(scheme_of=lambda site: "as_loaded"),
+    "f32": Case(scheme_of=lambda site: "fp32"),
+    "bf16": Case(scheme_of=lambda site: "bf16"),
+    "int4_g32": Case(scheme_of=lambda site: "int4_g32"),
+    "int4_g64": Case(scheme_of=lambda site: "int4_g64"),
+    "int8_g32": Case(scheme_of=lambda site: "int8_g32"),
+    "mixed": Case(scheme_of=lambda site: _MIXED[site.role]),
 }
 
 
 def main() -> None:
     """Run the cases that were asked for, print a row each, and write the results."""
-    asked = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    asked.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
-    asked.add_argument("--plan", type=Path, action="append", default=[], help="a plan folder; may be repeated")
-    asked.add_argument("--threads", type=int, default=os.cpu_count(), help="of llama.cpp")
-    asked.add_argument("--results", type=Path, help="write the rows there as JSON")
-    args = asked.parse_args()
-    python = environments.python_of("llama_cpp", HERE)
-    loaded = load("demo")
-    plans = {name: made_plan(loaded, CASES[name]) for name in args.cases or (() if args.plan else CASES)}
-    plans |= {str(path): load_plan(path) for path in args.plan}
-    rows = []
-    for name, plan in plans.items():
-        rows.append({"case": name, **check(plan, loaded, python, args.threads)})
-        print(spell(rows[-1]), flush=True)
-    if args.results is not None:
-        content = {"machine": machine.machine(["torch", "transformers", "gguf"]), "rows": rows}
-        args.results.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    assert __doc__ is not None
+    packages = ("torch", "transformers", "gguf")
+    run_checks(__doc__, "llama_cpp", CASES, check, spell, packages=packages, add_options=_add_options)
 
 
-def check(plan: Plan, loaded: LoadedModel, python: Path, threads: int) -> dict[str, Any]:
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of llama.cpp")
+
+
+def check(plan: Plan, loaded: LoadedModel, python: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row: llama.cpp beside `apply`."""
     text, strings = texts(loaded), documents()
     with tempfile.TemporaryDirectory() as scratch:
@@ -126,12 +109,13 @@ def check(plan: Plan, loaded: LoadedModel, python: Path, threads: int) -> dict[s
             "prompts": text.prompts,
             "strings": strings,
             "new_tokens": NEW_TOKENS,
-            "threads": threads,
+            "threads": args.threads,
         }
         try:
             answer = ask_llama_cpp(python, request, Path(scratch))
         except subprocess.CalledProcessError as error:
-            return {"error": last_error(error.stderr)}
+            yield {"error": last_error(error.stderr)}
+            return
         found = look(folder / "model.gguf", loaded)
     raise_if_refused(found)
     planned = apply(plan, loaded)
@@ -147,7 +131,7 @@ def check(plan: Plan, loaded: LoadedModel, python: Path, threads: int) -> dict[s
     theirs = [torch.tensor(row) for row in answer["logprobs"]]
     differences = torch.cat([(a - b).abs() for a, b in zip(same_inputs, theirs, strict=True)])
     resolution = torch.cat([(a - b).abs() for a, b in zip(same_inputs[:NUM_NUDGED], again, strict=True)])
-    return {
+    yield {
         "logprob_difference": float(differences.mean()),
         "resolution": float(resolution.mean()),
         "logprob_difference_max": float(differences.max()),

@@ -5,6 +5,9 @@
 request: {"model": folder, "dtype": …, "texts": [[token id, …], …], "prompts": [[token id, …], …], "new_tokens": n}
 answer: {"logprobs": per text, one a token but the first; "greedy": token ids per prompt; "load_s";
 "decode_tokens_per_s": of the greedy texts, one at a time}
+
+vLLM has no kernel for NVFP4 on a CPU, but an emulation in torch for GPUs without the format. It is offered here on CPUs
+too, which its registry does not: what is loaded and how scales are used is then vLLM's own code.
 """
 
 from __future__ import annotations
@@ -22,6 +25,10 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 from vllm import LLM, SamplingParams
+from vllm.model_executor.kernels import linear
+from vllm.platforms.interface import PlatformEnum
+
+linear._POSSIBLE_NVFP4_KERNELS.setdefault(PlatformEnum.CPU, [linear.EmulationNvFp4LinearKernel])
 
 
 def main() -> None:

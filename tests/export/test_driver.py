@@ -184,21 +184,21 @@ def test_fused_matrices_are_one_module(make_tiny_model: Any, tiny_tokenizer: Any
 
 def test_what_is_no_linear_module_of_a_checkpoint(make_tiny_model: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
     gpt2 = from_memory(make_tiny_model("gpt2"), tiny_tokenizer, name="gpt2")
-    with pytest.raises(ExportError, match=r"stored \[in, out\] is no linear module"):
-        export(uniform(gpt2, "int8_w"), gpt2, "compressed-tensors", tmp_path / "out")
+    for to, engine in (("compressed-tensors", "transformers"), ("torchao", "torchao"), ("modelopt", None)):
+        with pytest.raises(ExportError, match=r"stored \[in, out\], as that of no linear module"):
+            export(uniform(gpt2, "int8_w"), gpt2, to, tmp_path / "out", engine=engine)
     mixtral = from_memory(make_tiny_model("mixtral"), tiny_tokenizer, name="mixtral")
     plan = planned(mixtral, lambda site: "int8_w" if site.role.startswith("expert") else "bf16")
-    with pytest.raises(ExportError, match="one parameter of three dimensions are not written with codes"):
-        export(plan, mixtral, "compressed-tensors", tmp_path / "out", engine="transformers")
+    with pytest.raises(ExportError, match="one parameter of three dimensions, of which torchao takes no codes"):
+        export(plan, mixtral, "torchao", tmp_path / "out")
 
 
 def test_a_tied_head_has_no_codes(tiny_tokenizer: Any, tmp_path: Path) -> None:
     tied = small_model(tiny_tokenizer, tie_word_embeddings=True)
     plan = planned(tied, lambda site: "int8_w" if site.role == "lm_head" else "bf16")
-    with pytest.raises(ExportError, match="vllm keeps lm_head in"):
-        export(plan, tied, "compressed-tensors", tmp_path / "out")
-    with pytest.raises(ExportError, match="are one weight, which is stored once and without codes"):
-        export(plan, tied, "compressed-tensors", tmp_path / "out", engine="transformers")
+    for engine in ("vllm", "transformers"):
+        with pytest.raises(ExportError, match="are one weight, which is stored once and without codes"):
+            export(plan, tied, "compressed-tensors", tmp_path / "out", engine=engine)
 
 
 def test_experts_without_codes_get_the_names_of_their_checkpoint(
@@ -274,5 +274,6 @@ def test_what_runs_is_what_is_read(loaded: LoadedModel) -> None:
 
 def test_what_a_target_takes_is_listed() -> None:
     assert {"int4_g64", "fp8", "fp8_block", "fp8_e4m3_tensor"} <= set(supported_schemes("compressed-tensors", "vllm"))
+    assert {"nvfp4_w", "nvfp4_static", "mxfp4_w"} <= set(supported_schemes("compressed-tensors", "vllm"))
     assert {"nvfp4", "fp6_w", "int4_g32_min"}.isdisjoint(supported_schemes("compressed-tensors", "vllm"))
     assert {"fp8", "int4_g128"} <= set(supported_schemes("tensorrt-llm", "tensorrt-llm"))

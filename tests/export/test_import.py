@@ -80,7 +80,7 @@ KINDS: dict[str, tuple[dict[str, Any], str, foreign.Quantizer, str]] = {
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
         "config.json",
         foreign.nvfp4_of_modelopt,
-        "nvfp4",
+        "nvfp4_static",
     ),
     "compressed int4 with zero points": (
         foreign.config_groups(4, **_INT4_ZP),

@@ -14,7 +14,7 @@ from export_models import planned, small_model, stored_json, stored_tensors, uni
 from small_plans import choice, plan_of
 
 from bitwright.errors import ExportError
-from bitwright.export import export
+from bitwright.export import export, share_tensor_scales
 from bitwright.inference import apply
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.value_sites import find_value_sites
@@ -22,6 +22,7 @@ from bitwright.models.value_sites import find_value_sites
 #: A python with ModelOpt.
 READER = os.environ.get("BITWRIGHT_MODELOPT_PYTHON")
 NAME = "model.layers.1.mlp.down_proj"
+FOURS = "model.layers.0.self_attn.o_proj"
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,21 @@ def test_pairs_of_rows_share_a_byte(loaded: LoadedModel, tmp_path: Path) -> None
     }
 
 
+def test_fours_have_a_scale_for_every_tensor(loaded: LoadedModel, tmp_path: Path) -> None:
+    plan = share_tensor_scales(uniform(loaded, "nvfp4_static"), loaded, "tensorrt-llm")
+    export(plan, loaded, "tensorrt-llm", tmp_path / "out")
+    stored = stored_tensors(tmp_path / "out")
+    packed = stored[f"{NAME}.weight"].long()
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+    scales = stored[f"{NAME}.weight_scale"].float() * stored[f"{NAME}.weight_scale_2"]
+    values = numbers * scales.repeat_interleave(16, 1)
+    torch.testing.assert_close(values, apply(plan, loaded).get_parameter(f"{NAME}.weight").data, rtol=2e-7, atol=0)
+    assert stored[f"{NAME}.input_scale"].item() == plan.tensors[f"{NAME}/input_scale"]
+    quantization = stored_json(tmp_path / "out", "hf_quant_config.json")["quantization"]
+    assert (quantization["quant_algo"], quantization["group_size"]) == ("NVFP4", 16)
+
+
 def test_caches_have_one_scale_a_layer(loaded: LoadedModel, tmp_path: Path) -> None:
     sites = [site for site in find_value_sites(loaded.model) if site.role == "kv_cache"]
     scales = {f"{site.name}/scale": np.array([0.25], dtype=np.float32) for site in sites}
@@ -96,9 +112,9 @@ from modelopt.torch.export.quant_utils import to_quantized_weight
 folder, values = Path(sys.argv[1]), torch.load(sys.argv[2])
 print(json.dumps(convert_hf_quant_config_format(json.loads((folder / "hf_quant_config.json").read_text()))))
 stored = load_file(folder / "model.safetensors")
-for name, (kind, weight) in values.items():
-    scale = stored[name + ".weight_scale"].float()
-    again = to_quantized_weight(weight, scale, kind, block_size=128)
+for name, (kind, weight, size) in values.items():
+    scale, second = stored[name + ".weight_scale"].float(), stored.get(name + ".weight_scale_2")
+    again = to_quantized_weight(weight, scale, kind, second, block_size=size)
     assert torch.equal(again.view(torch.uint8), stored[name + ".weight"].view(torch.uint8)), name
 """
 
@@ -107,13 +123,18 @@ for name, (kind, weight) in values.items():
 @pytest.mark.skipif(not READER, reason="BITWRIGHT_MODELOPT_PYTHON names no python with ModelOpt")
 def test_modelopt_reads_the_config_and_makes_the_same_bytes_of_the_values(loaded: LoadedModel, tmp_path: Path) -> None:
     assert READER
-    plan = planned(loaded, lambda site: "int4_g128" if "mlp" in site.name else "fp8" if "attn" in site.name else "bf16")
+    names = {FOURS: "nvfp4_static"}
+    schemes = {"mlp": "int4_g128", "attn": "fp8"}
+    plan = planned(
+        loaded,
+        lambda site: names.get(site.name, schemes.get(site.role.partition(".")[0], "bf16")),
+        {f"{FOURS}/input_scale": np.array(0.02, dtype=np.float32)},
+    )
     export(plan, loaded, "tensorrt-llm", tmp_path / "out", dtype="fp32")
     run = apply(plan, loaded)
-    kinds = {NAME: "int4_awq", "model.layers.0.self_attn.q_proj": "fp8_pc_pt"}
-    torch.save(
-        {name: (kind, run.get_parameter(f"{name}.weight").data) for name, kind in kinds.items()}, tmp_path / "v.pt"
-    )
+    kinds = {NAME: ("int4_awq", 128), "model.layers.0.self_attn.q_proj": ("fp8_pc_pt", 128), FOURS: ("nvfp4", 16)}
+    values = {name: (kind, run.get_parameter(f"{name}.weight").data, size) for name, (kind, size) in kinds.items()}
+    torch.save(values, tmp_path / "v.pt")
     done = subprocess.run(
         [READER, "-c", _READ, tmp_path / "out", tmp_path / "v.pt"],
         capture_output=True,

@@ -171,6 +171,20 @@ def test_scales_from_other_data_are_found(loaded: LoadedModel) -> None:
     assert kinds(plan.attach(tensors=tensors), loaded) == {"other range": set(names)}
 
 
+def test_of_two_levels_the_second_is_found(loaded: LoadedModel) -> None:
+    plan = uniform_plan(find_sites(loaded.model), "nvfp4_static")
+    found = calibrate_static(plan, loaded, PROMPTS)
+    layer = loaded.model.model.layers[0]  # type: ignore[union-attr, index]
+    expected = float(inputs_of(loaded.model, layer.mlp.up_proj).abs().max()) / (448 * 6)
+    assert float(found.tensors["model.layers.0.mlp.up_proj/input_scale"]) == pytest.approx(expected)
+    assert not check_static(found, loaded, HELD_OUT, limits=DriftLimits(max_beyond=0.1)).findings
+    scale = "model.layers.0.mlp.up_proj/input_scale"
+    small = found.attach(tensors={**found.tensors, scale: np.array(found.tensors[scale] / 100)})
+    assert "beyond the range" in {finding.what for finding in check_static(small, loaded, HELD_OUT).findings}
+    with pytest.raises(DataError, match=r"those of 'model.layers.0.self_attn.q_proj' have one a group besides"):
+        calibrate_static(plan, loaded, PROMPTS, rule="mse")
+
+
 def test_what_cannot_be_calibrated_is_refused(loaded: LoadedModel) -> None:
     plan = static_plan(loaded)
     with pytest.raises(DataError, match="no rule 'max' for static scales; use one of min_max, percentile, mse"):

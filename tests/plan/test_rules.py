@@ -194,13 +194,27 @@ def test_vllm_takes_576_columns_in_groups_of_64_only() -> None:
         # TensorRT-LLM: FP8 rowwise is a recipe, FP8 weights alone are none
         ("tensorrt-llm", "fp8", None),
         ("tensorrt-llm", "fp8_w", "not with inputs that are not rounded"),
-        ("tensorrt-llm", "nvfp4", None),
+        # ModelOpt's checkpoints hold the inputs' tensor scale; blocks' scales are found on every call
+        ("tensorrt-llm", "nvfp4_static", None),
+        ("tensorrt-llm", "nvfp4", "with static scales, not dynamic ones"),
+        ("vllm", "nvfp4_static", None),
+        ("vllm", "nvfp4_w", None),
+        ("vllm", "nvfp4", "with static scales, not dynamic ones"),
+        ("vllm", "mxfp4_w", None),
+        ("torchao", "nvfp4", None),
+        ("torchao", "nvfp4_static", None),
+        # activation_dtype has to be weight_dtype
+        ("torchao", "fp8_e4m3:g32:e8m0|fp4_e2m1:g32:e8m0", "not with inputs in fp4_e2m1"),
         ("tensorrt-llm", "int4_g64", "runs int4 in groups of 128, not of 64"),
         ("torchao", "int4_g128_min", "runs uint4 with scales in bf16, not in fp16"),
         ("torchao", "int3_g64", None),
         ("torchao", "int8_static", "not per tensor"),
         ("transformers", "int4_g128", None),
         ("transformers", "fp6_w", "has no fp6_e3m2 weights"),
+        ("transformers", "mxfp4", None),
+        ("transformers", "mxfp8", None),
+        ("transformers", "nvfp4_w", None),
+        ("transformers", "nvfp4_static", None),
     ],
 )
 def test_known_schemes(engine: str, scheme: str, says: str | None) -> None:
@@ -208,9 +222,28 @@ def test_known_schemes(engine: str, scheme: str, says: str | None) -> None:
     assert reason is None if says is None else says in str(reason)
 
 
+def test_blocks_of_inputs_divide_the_columns_where_they_are_views() -> None:
+    # compressed-tensors unflattens inputs; vLLM's block kernels take sizes that 128 does not divide
+    assert "do not divide" in str(on_engine("transformers", "fp8_block", (4096, 4000)))
+    assert on_engine("transformers", "fp8_block", (4000, 4096)) is None
+    assert on_engine("vllm", "fp8_block", (4096, 4000)) is None
+
+
+def test_experts_have_kernels_of_their_own() -> None:
+    # get_moe_method: int4 and int8 without rounded inputs, fp8 and int8 with inputs per token; no fp8 alone
+    assert on_engine("vllm", "int4_g64", role="expert.gate") is None
+    assert on_engine("vllm", "fp8", role="expert.down") is None
+    assert on_engine("vllm", "fp8_w", role="expert.gate") == "vllm does not run W8A16, FP8 at expert.gate"
+    assert on_engine("vllm", "int8_static", role="expert.up") is not None
+    assert on_engine("transformers", "int4_g64_zp", role="expert.up") is not None
+    assert on_engine("transformers", "fp8_w", role="expert.up") is None
+
+
 def test_embedding_and_head_are_kept_where_nothing_quantises_them() -> None:
-    assert on_engine("vllm", "int4_g64", role="lm_head") == "vllm keeps lm_head in fp16, bf16 or fp32"
-    assert on_engine("vllm", "bf16", role="lm_head") is None
+    assert on_engine("vllm", "int4_g64", role="embedding") == "vllm keeps embedding in fp16, bf16 or fp32"
+    assert on_engine("vllm", "bf16", role="embedding") is None
+    # ParallelLMHead takes a scheme as any linear layer does
+    assert on_engine("vllm", "int4_g64", role="lm_head") is None
     # llama-quantize has --token-embedding-type and --output-tensor-type
     assert on_engine("llama.cpp", "int4_g32", role="embedding") is None
 
@@ -221,6 +254,11 @@ def test_embedding_and_head_are_kept_where_nothing_quantises_them() -> None:
         # docs.vllm.ai, Quantized KV Cache: one scale per tensor or per attention head
         ("vllm", "fp8_e4m3_tensor", None),
         ("vllm", "fp8_e4m3_head", None),
+        # its kernels for CPUs; those for GPUs and others' round to nearest
+        ("vllm", "fp8_e4m3_tensor_truncated", None),
+        ("tensorrt-llm", "fp8_e4m3_tensor_truncated", "rounds its FP8 KV cache nearest_even, not toward_zero"),
+        # compressed-tensors' hook finds no attention of transformers 5.24, so that nothing is rounded
+        ("transformers", "fp8_e4m3_head", "not in fp8_e4m3"),
         ("vllm", "fp8_e4m3_token", "with scales per tensor or head, not per token"),
         ("vllm", "int8_token", "in fp8_e4m3, not in int8"),
         ("llama.cpp", "int4_token_g32", None),
@@ -258,6 +296,9 @@ def test_transforms_are_applied_where_an_engine_can() -> None:
     assert reason("vllm", "awq", "attn.q") is None
     assert "at attn.q, attn.k, attn.v" in str(reason("vllm", "awq", "mlp.down"))
     assert reason("vllm", "hadamard", "mlp.down") == "vllm cannot apply hadamard to the inputs of a layer"
+    for engine in ("transformers", "torchao", "tensorrt-llm"):
+        assert reason(engine, "hadamard", "attn.q") == f"{engine} cannot apply hadamard to the inputs of a layer"
+    assert reason("torchao", "awq", "attn.q") is None and reason("torchao", "awq", "mlp.down") is not None
     assert reason("llama.cpp", "hadamard", "attn.q") == "llama.cpp cannot apply hadamard to the inputs of a layer"
     assert reason("llama.cpp", "none", "attn.q") is None
 

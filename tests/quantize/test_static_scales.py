@@ -10,7 +10,7 @@ import torch
 from bitwright.errors import SchemeError
 from bitwright.quantize import SCHEMES, Scaling, Scheme, TensorScheme
 from bitwright.quantize.granularity import ROW, TENSOR
-from bitwright.quantize.static_scales import RULE_NUMBERS, find_static_scale, overflows, round_input
+from bitwright.quantize.static_scales import RULE_NUMBERS, find_static_scale, overflows, reach, round_input
 
 STATIC = [scheme for scheme in SCHEMES.values() if scheme.static_activations]
 
@@ -151,8 +151,8 @@ def test_no_inputs_have_no_scale() -> None:
     ],
     ids=str,
 )
-def test_static_activations_have_one_plain_scale(activations: TensorScheme | None) -> None:
-    with pytest.raises(SchemeError, match="one plain scale per tensor"):
+def test_static_activations_have_one_scale_for_the_whole_tensor(activations: TensorScheme | None) -> None:
+    with pytest.raises(SchemeError, match="a static scale is one per tensor"):
         Scheme(
             name="odd",
             description="",
@@ -161,3 +161,38 @@ def test_static_activations_have_one_plain_scale(activations: TensorScheme | Non
             activations=activations,
             static_activations=True,
         )
+
+
+# --- two levels: the second is static ---------------------------------------------------------------------------------
+
+
+def nvfp4() -> TensorScheme:
+    scheme = SCHEMES["nvfp4_static"].activations
+    assert scheme is not None
+    return scheme
+
+
+def test_the_static_scale_of_two_levels_is_the_second() -> None:
+    x = drawn(50, 32)
+    assert find_static_scale(x, nvfp4()) == pytest.approx(float(x.abs().max()) / (448 * 6))
+
+
+def test_groups_are_scaled_in_units_of_the_static_scale() -> None:
+    """The arithmetic of NVFP4 checkpoints: what is stored is 1 / scale, and groups are measured on every call."""
+    x, scale = 3 * drawn(40, 64), torch.tensor(0.0025)
+    global_scale = 1 / scale
+    groups = x.unflatten(1, (-1, 16))
+    local = (global_scale * groups.abs().amax(-1, keepdim=True) / 6).clamp(max=448).to(torch.float8_e4m3fn).float()
+    units = (groups / (local / global_scale)).numpy().astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    expected = torch.from_numpy(units) * (local / global_scale)
+    found = round_input(x, nvfp4(), scale).unflatten(1, (-1, 16))
+    same = torch.isclose(found, expected, rtol=1e-6, atol=0)
+    assert same.float().mean() > 0.999  # 1 / scale is rounded: a number on an edge may go either way
+    assert local.max() == 448 and (local < 448).any()  # this scale saturates the largest groups
+
+
+def test_what_lies_beyond_the_largest_group_overflows() -> None:
+    scale = torch.tensor(1.0)
+    found = overflows(torch.tensor([[2688.0, -2688.0, 3000.0, 3200.0, -3200.0, 0.0]]), nvfp4(), scale)
+    assert found is not None and found.tolist() == [[False, False, False, True, True, False]]
+    assert reach(nvfp4()) == 2688 and reach(tensor_scheme("fp8_e4m3")) == 448

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,3 +144,20 @@ def test_contradictions_are_refused(changes: dict[str, Any], message: str) -> No
     }
     with pytest.raises(SchemeError, match=message):
         ValueScheme(**facts | changes)
+
+
+def test_a_truncating_cast_takes_the_neighbour_nearer_to_zero() -> None:
+    """As vLLM's kernels for CPUs: sign, exponent and the first three bits, subnormals too."""
+    scheme, scale = VALUE_SCHEMES["fp8_e4m3_tensor_truncated"], torch.tensor([0.25])
+    exponents = torch.randint(-13, 9, (1, 1, 50, 40), generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, 1, 50, 40, generator=torch.Generator().manual_seed(1)) * 2.0**exponents
+    grid = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float() * scale
+    places = torch.searchsorted(grid, x.abs(), right=True) - 1
+    assert torch.equal(round_values(x, scheme, scale), grid[places] * x.sign())
+    beyond = torch.tensor([[[[448.0, 500.0, -1e6, 447.9]]]]) * 0.25
+    assert round_values(beyond, scheme, scale).flatten().tolist() == [112.0, 112.0, -112.0, 104.0]
+
+
+def test_values_are_rounded_alike_on_every_call() -> None:
+    with pytest.raises(SchemeError, match="give it a mode without random bits"):
+        replace(VALUE_SCHEMES["fp8_e4m3_tensor"], rounding="stochastic")

@@ -10,6 +10,7 @@ from bitwright.export.driver import (
     supported_schemes,
 )
 from bitwright.export.exporter import EXPORTERS, Exporter
+from bitwright.export.shared_scales import share_tensor_scales
 from bitwright.export.site_names import spell_sites
 from bitwright.export.source import ExportSource, SiteWeight, open_source
 
@@ -25,6 +26,7 @@ __all__ = [
     "export",
     "open_source",
     "raise_if_refused",
+    "share_tensor_scales",
     "spell_sites",
     "supported_schemes",
 ]

@@ -35,6 +35,11 @@ def write_coded_shards(
                 shards.add(stored, value)
         for module in modules:
             for part, tensor in parts_of(module).items():
-                shards.add(f"{module.name}.{part}", tensor)
+                shards.add(f"{module.stored}.{part}", _as_it_lies(module, part, tensor))
         for name, tensor in further.items():
             shards.add(name, tensor)
+
+
+def _as_it_lies(module: CodedModule, part: str, tensor: Tensor) -> Tensor:
+    """A weight that is stored [in, out] keeps lying so: engines turn what is called "weight", and nothing else."""
+    return tensor.T if module.is_in_out and part == "weight" else tensor

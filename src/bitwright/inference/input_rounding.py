@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from bitwright.quantize import pack, quantize
 from bitwright.quantize.fitted import Fitted
 from bitwright.quantize.pack import PackedTensor, pack_codes
-from bitwright.quantize.scaling import Scales
 from bitwright.quantize.scheme import TensorScheme
-from bitwright.quantize.static_scales import overflows, round_input
+from bitwright.quantize.static_scales import overflows, round_input, stored_scales
 
 
 class InputRounding(nn.Module):
@@ -65,7 +64,7 @@ class InputRounding(nn.Module):
         assert self.activations is not None
         if self.scale is None:
             return pack(changed_MK, self.activations)
-        stored = Scales(scale=self.scale.reshape(1, 1, 1), offset=None, tensor_scale=None)
+        stored = stored_scales(changed_MK, self.activations, self.scale)
         return pack_codes(quantize(changed_MK, self.activations, scales=stored))
 
     def overflows(self, changed_MK: Tensor) -> Tensor | None:

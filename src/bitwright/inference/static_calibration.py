@@ -67,13 +67,15 @@ def calibrate_static(
 
     Raises:
         PlanError: the plan has no static scheme, or does not fit the model.
-        DataError: no prompts, no such rule or percentile, values that are not finite, or sites that no token reached.
+        DataError: no prompts, no such rule or percentile, rule "mse" where scales have two levels, values that are not
+            finite, or sites that no token reached.
     """
     if rule not in RULES:
         raise DataError(f"no rule {rule!r} for static scales; use one of {', '.join(RULES)}")
     if not 0 < percentile <= 100:
         raise DataError(f"percentile is {percentile}; give a share of the magnitudes in (0, 100], in percent")
     places = StaticPlaces.of(plan, loaded, sites)
+    _raise_if_of_groups(places, rule)
     seen = _all_magnitudes(loaded, prompts, places)
     origin = np.frombuffer(bytes.fromhex(loaded.hash) + hash_prompts(prompts), dtype=np.uint8)
     tensors = dict(plan.tensors)
@@ -95,6 +97,16 @@ def calibrate_static(
     note = f"{_NOTE}{len(places.names)} sites are by {how} over {tokens} tokens of {len(prompts)} prompts"
     kept = tuple(known_note for known_note in plan.notes if not known_note.startswith(_NOTE))
     return plan.replace(notes=(*kept, note)).attach(tensors=tensors)
+
+
+def _raise_if_of_groups(places: StaticPlaces, rule: str) -> None:
+    """A share of the largest that costs the least is looked for where all numbers share one scale."""
+    in_groups = [name for name in places.names if (s := places.scheme(name).scaling) is not None and s.tensor_scale]
+    if rule == "mse" and in_groups:
+        raise DataError(
+            f"rule 'mse' tries scales that all numbers share, and those of '{in_groups[0]}' have one a group besides "
+            f"({len(in_groups)} such sites): the static one only gives the range; use min_max or percentile"
+        )
 
 
 def _all_magnitudes(

@@ -25,13 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bitwright import formats
 from bitwright.errors import PlanError
 from bitwright.inference.static_places import StaticPlaces, hash_prompts, look_at_prompts
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.sites import Site
 from bitwright.plan import Plan
-from bitwright.quantize.static_scales import overflows
+from bitwright.quantize.static_scales import overflows, reach
 
 #: Findings that an error lists.
 _NAMED = 5
@@ -163,10 +162,10 @@ def _of_range(
     met: Mapping[str, _Met],
     limits: DriftLimits,
 ) -> Iterator[Finding]:
-    largest = float(formats.FORMATS[places.scheme(name).format].max)
-    reach = {operand: places.scale(name, operand).float() * largest for operand in met}
+    largest = reach(places.scheme(name))
+    ends = {operand: places.scale(name, operand).float() * largest for operand in met}
     for operand, found in met.items():
-        used = float((found.amax_H / reach[operand]).max())
+        used = float((found.amax_H / ends[operand]).max())
         if bool((places.scale(name, operand) == 1).all()) and used < limits.min_used:
             told = f"its scale is 1.0, of whose range these prompts use {100 * used:.2g} %"
             yield Finding(site=name, what="never set", sentence=told)
@@ -176,7 +175,7 @@ def _of_range(
         told = f"{100 * share:.3g} % of the values lie beyond its range, limit {100 * limits.max_beyond:.3g} %"
         yield Finding(site=name, what="beyond the range", sentence=told)
     known = tensors.get(f"{name}/calibrated_amax")
-    found_on = max(float(r.max()) for r in reach.values()) if known is None else float(known.max())
+    found_on = max(float(end.max()) for end in ends.values()) if known is None else float(known.max())
     largest_met = max(float(found.amax_H.max()) for found in met.values())
     ratio = largest_met / found_on if found_on > 0 else 1.0 + largest_met * float(np.finfo(np.float32).max)
     if not limits.min_ratio <= ratio <= limits.max_ratio:

@@ -88,6 +88,8 @@ class WeightKind(_Sourced):
     activation_scopes: tuple[Literal["tensor", "row", "group", "block"], ...] = ()
     activation_group_sizes: Sizes = ()
     activation_timings: tuple[Literal["dynamic", "static"], ...] = ("dynamic",)
+    #: Roles of sites at which it does not run.
+    refused_roles: Names = ()
 
 
 class ValueKind(_Sourced):
@@ -101,6 +103,16 @@ class ValueKind(_Sourced):
     group_sizes: Sizes = ()
     symmetries: tuple[Literal["symmetric", "zero_point", "minimum"], ...] = ("symmetric",)
     scale_formats: Names = ()
+    #: How the cast rounds, names of `formats.ROUNDINGS`.
+    roundings: Names = ("nearest_even",)
+
+    @field_validator("roundings")
+    @classmethod
+    def _raise_if_unknown_rounding(cls, value: Names) -> Names:
+        for name in value:
+            if name not in formats.ROUNDINGS:
+                raise ValueError(f"no rounding is named {name!r}{nearest_name_hint(name, list(formats.ROUNDINGS))}")
+        return value
 
 
 class TransformKind(_Sourced):
@@ -126,6 +138,9 @@ class Engine(_Record):
     #: False: all quantised sites of a model share one scheme.
     mixes_schemes: bool = True
     cache_ties: Literal["all", "part", "none"] = "none"
+    #: What it loads codes of besides linear modules: "experts", a matrix each, that models have as one parameter;
+    #: "in_out": matrices that are stored [in, out].
+    coded_modules: tuple[Literal["experts", "in_out"], ...] = ()
     notes: Names = ()
     source: Text
     certainty: Certainty

@@ -169,11 +169,17 @@ def _value_checks(kind: ValueKind, scheme: ValueScheme, scaling: Scaling) -> lis
             not kind.scale_formats or scaling.scale_format in kind.scale_formats,
             f"runs its {kind.name} with scales in {_either(kind.scale_formats)}, not in {scaling.scale_format}",
         ),
+        (
+            scheme.rounding in kind.roundings,
+            f"rounds its {kind.name} {_either(kind.roundings)}, not {scheme.rounding}",
+        ),
     ]
 
 
 def _shape_reason(kind: WeightKind, scaling: Scaling, site: SiteFacts, engine: Engine) -> str | None:
     out_features, in_features = site.shape
+    if site.role in kind.refused_roles:
+        return f"{engine.name} does not run {kind.name} at {site.role}"
     group_size = scaling.granularity.group_size
     if group_size and not kind.ragged_groups and in_features % group_size:
         return f"{engine.name} refuses groups of {group_size} in {in_features} columns, which they do not divide"

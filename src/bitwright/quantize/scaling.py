@@ -27,6 +27,9 @@ order of fp32 operations, which is that of `formats/blocks.py`:
     tensor scale         = amax_tensor / 2688         0 → 1, at least 2^−128, where the inverse is capped
     code                 = E2M1(x / (block scale · tensor scale))
 
+A tensor scale that is known beforehand (from calibration, or shared by several matrices) has 1 / itself for an inverse;
+block scales beyond E4M3 saturate then.
+
 With offsets:
 
     minimum     scale = (max x − min x) / (number of codes − 1), offset = min x            GGUF Q4_1
@@ -169,6 +172,7 @@ def find_scales(
     shrink: float | Tensor = 1.0,
     *,
     filling: Tensor | None = None,
+    tensor_scale: Tensor | None = None,
 ) -> Scales:
     """Scales for groups along the last dimension.
 
@@ -179,6 +183,7 @@ def find_scales(
         shrink: factor on the range, a number or a tensor broadcastable to [..., 1].
         filling: which elements only fill up a short group (`granularity.is_filling`), so that percentile and mse leave
             them out; None where there are none, or where the rule looks at amax alone.
+        tensor_scale: fp32 0-d: the second level, known beforehand; None: found, where the scaling has one.
 
     Returns:
         Scales with shapes [..., 1]. NaN or Inf in a group gives that group the scale NaN (without symmetry, a scale
@@ -191,9 +196,11 @@ def find_scales(
     number = formats.FORMATS[format_name]
     peak = grouped.abs().amax(-1, keepdim=True)
     groups = Groups(values=grouped, amax=peak * shrink, shrink=shrink, number=number, scaling=scaling, filling=filling)
-    tensor_scale = None
     if scaling.tensor_scale:
-        tensor_scale, inv_tensor_scale = _tensor_scales(peak, groups)
+        if tensor_scale is None:
+            tensor_scale, inv_tensor_scale = _tensor_scales(peak, groups)
+        else:
+            inv_tensor_scale = quotient(1.0, tensor_scale).clamp(max=_LARGEST_FP32)
         groups = replace(groups, tensor_scale=tensor_scale, inv_tensor_scale=inv_tensor_scale)
     scale = groups.stored(RULES[scaling.rule](groups))
     scale = torch.where(torch.isfinite(peak), scale, torch.nan)

@@ -206,7 +206,7 @@ class Scheme:
     """A named preset: how the weights of a linear site are stored, and what its input is rounded to.
 
     Raises:
-        SchemeError: static activations without one plain scale per tensor.
+        SchemeError: static activations without one scale for the whole tensor.
     """
 
     name: str
@@ -219,7 +219,8 @@ class Scheme:
     #: Format and scaling of the input activations; None leaves them alone.
     activations: TensorScheme | None = None
     #: False: their scales are found on every call (dynamic). True: one scale per tensor is found in calibration, by the
-    #: rule of `activations.scaling`, and kept: what goes beyond it later saturates (`static_scales.py`).
+    #: rule of `activations.scaling`, and kept: what goes beyond it later saturates (`static_scales.py`). Of two levels
+    #: it is the second one that is kept; scales of groups are found on every call, in units of it.
     static_activations: bool = False
     #: Whether a search chooses from it unless it is told what to choose from.
     in_default_search: bool = True
@@ -228,11 +229,10 @@ class Scheme:
         scaling = None if self.activations is None else self.activations.scaling
         if self.static_activations and (
             scaling is None
-            or scaling.granularity.scope != "tensor"
             or scaling.symmetry != "symmetric"
-            or scaling.tensor_scale
+            or (scaling.granularity.scope == "tensor") == scaling.tensor_scale
         ):
             raise SchemeError(
-                f"scheme '{self.name}' has static activations as {self.activations}; a static scale is one plain scale "
-                "per tensor: give them a scaling with granularity TENSOR, symmetric, without a tensor scale"
+                f"scheme '{self.name}' has static activations as {self.activations}; a static scale is one per tensor: "
+                "give them a symmetric scaling with granularity TENSOR, or one in groups with a tensor scale"
             )

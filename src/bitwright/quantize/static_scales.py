@@ -6,6 +6,9 @@ it is counted before the cast, since the cast hides it (some saturate, some give
 
     overflow    x / scale rounds beyond the largest number of the format, or below the smallest
 
+Of two levels of scales (NVFP4) the static one is the second: scales of groups are found on every call in units of it,
+and what lies beyond the largest code under the largest of them overflows.
+
 Numbers that are stored without a scale (fp16, bf16) overflow in the same way, with scale 1. Scales found per call cover
 what they meet: nothing overflows there.
 
@@ -45,18 +48,39 @@ def find_static_scale(x_TK: Tensor, scheme: TensorScheme) -> Tensor:
         # an odd stride meets all places of sequences, whose lengths are even
         x_TK = x_TK[:: -(-x_TK.numel() // RULE_NUMBERS) | 1]
     grouped = to_groups(x_TK.float(), scheme.scaling.granularity)
-    scale = find_scales(grouped, scheme.format, scheme.scaling).scale.reshape(())
-    if not bool(torch.isfinite(scale)):
+    found = find_scales(grouped, scheme.format, scheme.scaling)
+    if not bool(torch.isfinite(found.scale).all()):
         raise SchemeError("a static scale needs finite inputs, and some are NaN or Inf; calibrate on other text")
-    return scale
+    return (found.scale if found.tensor_scale is None else found.tensor_scale).reshape(())
+
+
+def stored_scales(x_TK: Tensor, scheme: TensorScheme, scale: Tensor) -> Scales:
+    """The scales that inputs [T, K] are rounded under, given the static one (0-d)."""
+    assert scheme.scaling is not None
+    scale = scale.to(x_TK.device)
+    if not scheme.scaling.tensor_scale:
+        return Scales(scale=scale.reshape(1, 1, 1), offset=None, tensor_scale=None)
+    grouped = to_groups(x_TK.float(), scheme.scaling.granularity)
+    return find_scales(grouped, scheme.format, scheme.scaling, tensor_scale=scale)
+
+
+def reach(scheme: TensorScheme) -> float:
+    """The largest magnitude that is kept under a static scale of 1."""
+    return float(formats.FORMATS[scheme.format].max) * _units_of_largest(scheme)
+
+
+def _units_of_largest(scheme: TensorScheme) -> float:
+    """The largest scale of a group in units of the static one."""
+    scaling = scheme.scaling
+    return float(formats.FORMATS[scaling.scale_format].max) if scaling is not None and scaling.tensor_scale else 1.0
 
 
 def round_input(x: Tensor, scheme: TensorScheme, scale: Tensor | None = None) -> Tensor:
     """Inputs [..., K] after rounding, in their dtype: under `scale` (0-d) where given, else under scales found now."""
     if scale is None or x.numel() == 0:
         return fake_quantize(x, scheme)
-    stored = Scales(scale=scale.to(x.device).reshape(1, 1, 1), offset=None, tensor_scale=None)
-    return quantize(x.reshape(-1, x.shape[-1]), scheme, scales=stored).dequantize(x.dtype).reshape(x.shape)
+    x_TK = x.reshape(-1, x.shape[-1])
+    return quantize(x_TK, scheme, scales=stored_scales(x_TK, scheme, scale)).dequantize(x.dtype).reshape(x.shape)
 
 
 def overflows(x: Tensor, scheme: TensorScheme, scale: Tensor | None = None) -> Tensor | None:
@@ -66,7 +90,7 @@ def overflows(x: Tensor, scheme: TensorScheme, scale: Tensor | None = None) -> T
     """
     if scheme.scaling is not None and scale is None:
         return None
-    units = x.float() if scale is None else x.float() / scale.to(x.device)
+    units = x.float() if scale is None else x.float() / (scale.to(x.device) * _units_of_largest(scheme))
     lowest, highest = _ends(formats.FORMATS[scheme.format])
     return (units < lowest) | (units > highest)
 

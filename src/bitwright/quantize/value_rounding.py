@@ -30,11 +30,11 @@ def round_values(x: Tensor, scheme: ValueScheme, scale: Tensor | None = None) ->
     if scheme.static:
         assert scale is not None, f"{scheme.name} needs its static scales"
         per_head = spread(scale, x)
-        units = fake_quantize(x / per_head, TensorScheme(format=scheme.values.format), overflow="saturate")
-        return units * per_head
+        number = TensorScheme(format=scheme.values.format)
+        return fake_quantize(x / per_head, number, rounding=scheme.rounding, overflow="saturate") * per_head
     if scheme.axis == "channel":
         return _round_channels(x, scheme)
-    return fake_quantize(x, scheme.values)
+    return fake_quantize(x, scheme.values, rounding=scheme.rounding)
 
 
 def static_scale(scheme: ValueScheme, operand: str, amax_H: Tensor) -> Tensor:
@@ -66,5 +66,6 @@ def _round_channels(x: Tensor, scheme: ValueScheme) -> Tensor:
     if full == 0:
         return x
     grouped = x[..., :full, :].unflatten(-2, (full // n, n)).transpose(-1, -2)
-    rounded = fake_quantize(grouped.contiguous(), scheme.values).transpose(-1, -2).reshape(*x.shape[:-2], full, width)
+    found = fake_quantize(grouped.contiguous(), scheme.values, rounding=scheme.rounding)
+    rounded = found.transpose(-1, -2).reshape(*x.shape[:-2], full, width)
     return rounded if full == num_tokens else torch.cat([rounded, x[..., full:, :]], dim=-2)

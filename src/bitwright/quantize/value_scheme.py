@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from bitwright.errors import SchemeError
+from bitwright.formats.round import find_mode
 from bitwright.quantize.scheme import TensorScheme
 
 Axis = Literal["tensor", "head", "token", "channel"]
@@ -62,8 +63,15 @@ class ValueScheme:
     parts: frozenset[str] = frozenset()
     #: Whether a search chooses from it unless it is told what to choose from.
     in_default_search: bool = True
+    #: How the cast rounds: a name in `formats.ROUNDINGS` that draws no random bits.
+    rounding: str = "nearest_even"
 
     def __post_init__(self) -> None:
+        if find_mode(self.rounding).needs_seed:
+            raise SchemeError(
+                f"value scheme '{self.name}' rounds {self.rounding}, and the values of a model are rounded alike on "
+                "every call; give it a mode without random bits"
+            )
         if self.axis not in get_args(Axis):
             raise SchemeError(f"unknown axis {self.axis!r}; use one of {', '.join(get_args(Axis))}")
         scaling = self.values.scaling

@@ -13,8 +13,7 @@ Which group a layer is in follows from its targets: the layer's name, a pattern 
 this order. Layers that have no scales are plain.
 
 The second level of NVFP4 divides, where here it multiplies: of the fp32 numbers next to its reciprocal the one is taken
-that gives most scales exactly, usually all, and the others to one unit in the last place. Static scales of a second
-level of inputs are not taken: schemes here find it on every call.
+that gives most scales exactly, usually all, and the others to one unit in the last place.
 
 Source: compressed-tensors 0.20, compressors/*/base.py, config/format.py, quantization/lifecycle/forward.py.
 """
@@ -41,6 +40,7 @@ from bitwright.export.stored_matrix import (
     unpack_words,
 )
 from bitwright.models.loaded import LoadedModel
+from bitwright.models.sites import find_sites
 from bitwright.quantize import QTensor
 from bitwright.quantize.granularity import ROW, TENSOR, group
 from bitwright.quantize.scheme import TensorScheme, block_scheme
@@ -74,22 +74,15 @@ class CompressedTensors:
         classes = {name: type(module).__name__ for name, module in reference.model.named_modules()}
         names = checkpoint.modules_with("weight_scale")
         groups = {name: _group_of(name, classes.get(name, "Linear"), settings) for name in names}
-        coded = {name: _reader(checkpoint, name, groups[name]) for name in names}
+        in_out = {site.module for site in find_sites(reference.model) if site.transposed and site.expert is None}
+        coded = {name: _reader(checkpoint, name, groups[name], name in in_out) for name in names}
         plain = {
             name: read
             for name, read in plain_tensors(checkpoint, reference).items()
             if name.removesuffix(".weight") not in coded
         }
-        return Contents(coded=coded, plain=plain, notes=_notes(groups.values(), settings))
-
-
-def _notes(groups: Any, settings: _Settings) -> tuple[str, ...]:
-    notes = []
-    if any((found.get("input_activations") or {}).get("strategy") == "tensor_group" for found in groups):
-        notes.append("the inputs' second level of scales is found on every call, the checkpoint's is left out")
-    if settings.get("kv_cache_scheme"):
-        notes.append("the checkpoint's rounded KV cache is left out: its plan is one of weights and inputs")
-    return tuple(notes)
+        left_out = "the checkpoint's rounded KV cache is left out: its plan is one of weights and inputs"
+        return Contents(coded=coded, plain=plain, notes=(left_out,) if settings.get("kv_cache_scheme") else ())
 
 
 def _group_of(module: str, kind: str, settings: _Settings) -> _Settings:
@@ -107,11 +100,11 @@ def _group_of(module: str, kind: str, settings: _Settings) -> _Settings:
     return {}
 
 
-def _reader(checkpoint: Checkpoint, module: str, settings: _Settings) -> Callable[[], StoredMatrix]:
-    return lambda: _read(checkpoint, module, settings)
+def _reader(checkpoint: Checkpoint, module: str, settings: _Settings, in_out: bool) -> Callable[[], StoredMatrix]:
+    return lambda: _read(checkpoint, module, settings, in_out)
 
 
-def _read(checkpoint: Checkpoint, module: str, settings: _Settings) -> StoredMatrix:
+def _read(checkpoint: Checkpoint, module: str, settings: _Settings, in_out: bool) -> StoredMatrix:
     weights = settings.get("weights")
     if not isinstance(weights, dict):
         raise ModelError("it has scales, but no group of the settings names it")
@@ -125,7 +118,7 @@ def _read(checkpoint: Checkpoint, module: str, settings: _Settings) -> StoredMat
     packed = f"{module}.weight_packed"
     bits = int(weights["num_bits"])
     if weights.get("type") == "float":
-        q = _float_matrix(checkpoint, module, scales, weights)
+        q = _float_matrix(checkpoint, module, scales, weights, in_out)
     elif packed in checkpoint.tensors:
         rows, columns = (int(size) for size in checkpoint.read(f"{module}.weight_shape"))
         stored = checkpoint.read(packed)
@@ -136,7 +129,7 @@ def _read(checkpoint: Checkpoint, module: str, settings: _Settings) -> StoredMat
         q = _integer_matrix(unpack_words(stored, bits, columns), zero_points, scales, weights)
     else:
         middle = 1 << (bits - 1)
-        codes = checkpoint.read(f"{module}.weight").int() + middle
+        codes = _weight(checkpoint, module, in_out).int() + middle
         zero_points = checkpoint.read(zeros).int() + middle if zeros in checkpoint.tensors else None
         q = _integer_matrix(codes, zero_points, scales, weights)
     activations, input_scale = _inputs(checkpoint, module, settings.get("input_activations"))
@@ -169,12 +162,18 @@ def _integer_matrix(codes_NK: Tensor, zeros: Tensor | None, scales: Tensor, weig
     return integer_codes(codes_NK, zeros.reshape(shape), scales.reshape(shape), bits, granularity)
 
 
-def _float_matrix(checkpoint: Checkpoint, module: str, scales: Tensor, weights: _Settings) -> QTensor:
+def _weight(checkpoint: Checkpoint, module: str, in_out: bool) -> Tensor:
+    """Codes [N, K] of what is called "weight", which lies as the model's own weight does."""
+    stored = checkpoint.read(f"{module}.weight")
+    return stored.T.contiguous() if in_out else stored
+
+
+def _float_matrix(checkpoint: Checkpoint, module: str, scales: Tensor, weights: _Settings, in_out: bool) -> QTensor:
     packed, second = f"{module}.weight_packed", f"{module}.weight_global_scale"
     if packed not in checkpoint.tensors:
         size = weights.get("block_structure")
         of_blocks = (int(size[0]), int(size[1])) if size and weights.get("strategy") == "block" else None
-        return float8_matrix(checkpoint.read(f"{module}.weight"), scales, of_blocks)
+        return float8_matrix(_weight(checkpoint, module, in_out), scales, of_blocks)
     if second not in checkpoint.tensors:
         exponents = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
         return float4_matrix(checkpoint.read(packed), exponents, None)
@@ -197,7 +196,9 @@ def _inputs(
         return None, None
     strategy, bits = str(settings.get("strategy")), int(settings.get("num_bits", 8))
     if strategy == "tensor_group":
-        return block_scheme("nvfp4"), None
+        if settings.get("dynamic") is True:
+            return block_scheme("nvfp4"), None
+        return block_scheme("nvfp4"), checkpoint.read(f"{module}.input_global_scale").float().reciprocal().reshape(())
     is_float = settings.get("type") == "float"
     if is_float and bits == 4:
         return block_scheme("mxfp4"), None

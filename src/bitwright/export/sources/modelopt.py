@@ -6,8 +6,6 @@
     NVFP4, W4A16_NVFP4              weight uint8 [N, K / 2], weight_scale float8 [N, K / 16], weight_scale_2 one number:
                                     what multiplies is their product; input_scale one number
 
-The static second level of NVFP4 inputs is not taken: schemes here find it on every call.
-
 Source: ModelOpt 0.4x, modelopt/torch/export (unified Hugging Face export), from memory; vLLM's modelopt.py.
 Rejected: algorithms that pack integers (W4A8_AWQ, W4A16_AWQ), in an order that no document fixes.
 """
@@ -17,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
+
+from torch import Tensor
 
 from bitwright.errors import ModelError
 from bitwright.export.checkpoint import Checkpoint
@@ -66,8 +66,7 @@ class ModelOpt:
             for name, read in plain_tensors(checkpoint, reference).items()
             if name.removesuffix(".weight") not in coded
         }
-        notes = ("the inputs' second level of scales is found on every call, the checkpoint's is left out",)
-        return Contents(coded=coded, plain=plain, notes=notes if _INPUTS[algorithm] == "nvfp4" else ())
+        return Contents(coded=coded, plain=plain)
 
 
 def _reader(checkpoint: Checkpoint, module: str, algorithm: str) -> Callable[[], StoredMatrix]:
@@ -91,10 +90,14 @@ def _read(checkpoint: Checkpoint, module: str, algorithm: str) -> StoredMatrix:
     return StoredMatrix(
         q=q,
         activations=activations[inputs],
-        input_scale=checkpoint.read(f"{module}.input_scale").float().reshape(()) if inputs == "static" else None,
+        input_scale=_input_scale(checkpoint, module) if inputs in ("static", "nvfp4") else None,
         stored_bytes=checkpoint.bytes_of(module),
         words=f"{algorithm}, {q.scheme.format} per {q.scheme.scaling.granularity if q.scheme.scaling else 'tensor'}",
     )
+
+
+def _input_scale(checkpoint: Checkpoint, module: str) -> Tensor:
+    return checkpoint.read(f"{module}.input_scale").float().reshape(())
 
 
 SOURCES = (ModelOpt(),)

@@ -9,6 +9,7 @@ For a module `m` with codes the folder holds, by the layout of its group (compre
     float-quantized       m.weight float8_e4m3fn  m.weight_scale [N, 1], or [⌈N / 128⌉, ⌈K / 128⌉] in blocks
     nvfp4-pack-quantized  m.weight_packed uint8 [N, K / 2]    m.weight_scale float8_e4m3fn [N, K / 16]
                           m.weight_global_scale [1] = 1 / tensor scale
+                          m.input_global_scale [1], the same of static inputs; scales of their groups are found there
     mxfp4-pack-quantized  the same with m.weight_scale uint8 [N, K / 32] (E8M0), no global scale
     mxfp8-quantized       m.weight float8_e4m3fn  m.weight_scale uint8 [N, K / 32]
 
@@ -18,13 +19,15 @@ become `kv_cache_scheme`, with k_scale and v_scale of every attention layer.
 
 Engines hold group scales of packed weights in the dtype of the model: an fp16 scale is exact in an fp16 model and
 rounded in a bf16 one. Inputs under two-level scales need a tensor scale from calibration there, which a plan that finds
-it on every call does not have.
+it on every call does not have. Where an engine computes several modules at once it multiplies all of them by one tensor
+scale: `shared_scales.py` makes a plan of that kind.
 
 Source: github.com/vllm-project/compressed-tensors; vllm/model_executor/layers/quantization/compressed_tensors.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +106,7 @@ _LAYOUTS = (
         group_size=16,
         scale_formats=("fp8_e4m3",),
         tensor_scale=True,
+        inputs=(None, ("fp4_e2m1", "two levels", True)),
         scale_dtype="torch.float8_e4m3fn",
     ),
     _Layout(
@@ -217,10 +221,10 @@ def _inputs_of(scheme: Scheme) -> tuple[str, str, bool] | None:
 
 def _spell_inputs(scheme: Scheme) -> str:
     inputs = scheme.activations
-    if inputs is not None and inputs.scaling is not None and inputs.scaling.tensor_scale:
+    if inputs is not None and _has_tensor_scale(inputs):
         return (
             f"stores the tensor scale of {inputs.format} inputs, and {scheme.name} finds it on every call; "
-            "a scheme without rounded inputs can be written"
+            "a scheme that finds it in calibration, or leaves inputs alone, can be written"
         )
     assert scheme.weights is not None
     return f"has no {scheme.weights.format} weights with inputs in {'16 bits' if inputs is None else inputs}"
@@ -267,15 +271,40 @@ def _group(name: str, members: Sequence[CodedModule], layout: _Layout | None) ->
     assert layout is not None and scheme.weights is not None
     inputs = None
     if scheme.activations is not None:
-        inputs = _args(scheme.activations, layout) | {"dynamic": not scheme.static_activations}
+        inputs = _args(scheme.activations, layout) | {"dynamic": _dynamic(scheme)}
         inputs["strategy"] = {"channel": "token"}.get(inputs["strategy"], inputs["strategy"])
     return {
-        "targets": [module.name for module in members],
+        "targets": _targets(members),
         "weights": _args(scheme.weights, layout) | {"dynamic": False},
         "input_activations": inputs,
         "output_activations": None,
         "format": layout.name,
     }
+
+
+def _targets(members: Sequence[CodedModule]) -> list[str]:
+    """Names in the checkpoint, which vLLM asks for, and in the model; transformers knows experts by a pattern alone."""
+    names = [name for module in members for name in (module.stored, module.name) if name is not None]
+    experts = [_of_any_expert(module.stored) for module in members if module.is_expert and module.stored is not None]
+    return list(dict.fromkeys([*names, *experts]))
+
+
+def _of_any_expert(name: str) -> str:
+    """The pattern of a name, any number in the place of the last one."""
+    parts = [re.escape(part) for part in name.split(".")]
+    last = max(place for place, part in enumerate(parts) if part.isdigit())
+    return "re:" + r"\.".join([*parts[:last], r"\d+", *parts[last + 1 :]]) + "$"
+
+
+def _dynamic(scheme: Scheme) -> bool | str:
+    """Whether scales of inputs are found on every call; "local": those of groups, in units of a static one."""
+    if not scheme.static_activations:
+        return True
+    return "local" if _has_tensor_scale(scheme.activations) else False
+
+
+def _has_tensor_scale(tensor: TensorScheme | None) -> bool:
+    return tensor is not None and tensor.scaling is not None and tensor.scaling.tensor_scale
 
 
 def _args(tensor: TensorScheme, layout: _Layout) -> dict[str, Any]:
@@ -317,7 +346,9 @@ def _tensors_of(module: CodedModule) -> dict[str, Tensor]:
     assert layout is not None and packed.scales is not None
     parts = _STORED[layout.name](q, packed)
     if module.input_scale is not None:
-        parts["input_scale"] = module.input_scale.reshape(1).float()
+        scale = module.input_scale.reshape(1).float()
+        is_second = _has_tensor_scale(module.scheme.activations)
+        parts |= {"input_global_scale": scale.reciprocal()} if is_second else {"input_scale": scale}
     return parts
 
 
@@ -403,11 +434,23 @@ def _notes(source: ExportSource, modules: Sequence[CodedModule]) -> Iterable[str
     ]
     if rounded:
         yield f"engines keep the scales of {', '.join(rounded)} in the dtype of the model, here {dtype}"
+    if any(_rounds_to_mx(module.scheme) for module in modules):
+        yield (
+            "engines find the exponents of MX inputs in other ways than OCP's, which the plan has: compressed-tensors "
+            "takes the next one where the largest number is 1.75 powers of two or more"
+        )
+    if any(_has_tensor_scale(module.scheme.weights) for module in modules):
+        yield "transformers with compressed-tensors multiplies NVFP4 weights in bf16, to which it rounds their values"
     if any(scaling is not None and scaling.symmetry == "zero_point" for scaling in scalings.values()):
         yield (
             "transformers with compressed-tensors 0.20 loads zero points with "
             "quantization_config=CompressedTensorsConfig(dequantize=True) only"
         )
+
+
+def _rounds_to_mx(scheme: Scheme) -> bool:
+    scaling = None if scheme.activations is None else scheme.activations.scaling
+    return scaling is not None and scaling.scale_format == "e8m0"
 
 
 EXPORTERS = (CompressedTensors(),)

@@ -4,13 +4,15 @@ For a module `m` with codes, by the algorithm that its scheme is:
 
     FP8_PER_CHANNEL_PER_TOKEN   m.weight float8_e4m3fn [N, K]   m.weight_scale fp32 [N]
     FP8                         m.weight float8_e4m3fn [N, K]   m.weight_scale fp32 []   m.input_scale fp32 []
+    NVFP4                       m.weight uint8 [N, K / 2]       m.weight_scale float8_e4m3fn [N, K / 16]
+                                m.weight_scale_2 fp32 [], the tensor scale; m.input_scale fp32 [], that of the inputs
     W4A16_AWQ                   m.weight uint8 [N / 2, K]: rows 2i and 2i + 1 in the low and the high nibble
                                 m.weight_scale [N, K / 128]
 
 One algorithm everywhere is `quant_algo` with the modules that it leaves out; several are MIXED_PRECISION with a list of
 layers. Column factors go into the norm before (`folding.py`), as ModelOpt does with q, k, v, gate and up; where they
 cannot, they are refused: which of a fused matrix's factors would multiply its input is not written down anywhere. FP8
-caches have m.k_proj.k_scale and m.v_proj.v_scale. NVFP4 needs a static tensor scale of the inputs, which no scheme has.
+caches have m.k_proj.k_scale and m.v_proj.v_scale.
 
 Source: NVIDIA/Model-Optimizer modelopt/torch/export (quant_utils.py, unified_export_hf.py, convert_hf_config.py).
 """
@@ -54,6 +56,11 @@ def _nibbles(q: QTensor, packed: PackedTensor) -> _Parts:
     return {"weight": low | (high << 4), "weight_scale": packed.scales}
 
 
+def _fours(q: QTensor, packed: PackedTensor) -> _Parts:
+    assert packed.scales is not None and q.tensor_scale is not None
+    return {"weight": packed.codes, "weight_scale": packed.scales, "weight_scale_2": q.tensor_scale.reshape(())}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Algorithm:
     """One of ModelOpt's, as a pattern over the facts of a scheme."""
@@ -92,6 +99,15 @@ _ALGORITHMS = (
     ),
     _Algorithm(
         name="FP8", format="fp8_e4m3", scope="tensor", inputs=("fp8_e4m3", "tensor", True), fields={}, store=_float8
+    ),
+    _Algorithm(
+        name="NVFP4",
+        format="fp4_e2m1",
+        scope="group",
+        group_size=16,
+        inputs=("fp4_e2m1", "group", True),
+        fields={"group_size": 16},
+        store=_fours,
     ),
     _Algorithm(
         name="W4A16_AWQ",
@@ -207,7 +223,7 @@ def _config(source: ExportSource, modules: Sequence[CodedModule]) -> dict[str, A
     for module in modules:
         algorithm = _algorithm_of(module.scheme)
         assert algorithm is not None
-        layers[module.name] = {"quant_algo": algorithm.name, **algorithm.fields}
+        layers[str(module.stored)] = {"quant_algo": algorithm.name, **algorithm.fields}
     kinds = {entry["quant_algo"]: entry for entry in layers.values()}
     has_cache = any(site.role == "kv_cache" and rule.scheme.static for site, rule in source.values.items())
     quantization: dict[str, Any] = {"quant_algo": None, "kv_cache_quant_algo": "FP8" if has_cache else None}
@@ -215,7 +231,7 @@ def _config(source: ExportSource, modules: Sequence[CodedModule]) -> dict[str, A
         quantization |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     elif kinds:
         quantization |= next(iter(kinds.values()))
-        quantization["exclude_modules"] = sorted(linear_modules(source.model) - layers.keys())
+        quantization["exclude_modules"] = sorted(linear_modules(source.model) - {module.name for module in modules})
     return {"producer": {"name": "bitwright", "version": metadata.version("bitwright")}, "quantization": quantization}
 
 

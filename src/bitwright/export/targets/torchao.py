@@ -130,7 +130,7 @@ class TorchAo:
                     shards.add(stored, value)
             for module in modules:
                 q = module.codes()
-                shards.add(f"{module.name}.weight", q.dequantize(source.dtype))
+                shards.add(f"{module.stored}.weight", q.dequantize(source.dtype))
                 codes |= {f"{module.name}.{part}": tensor for part, tensor in _parts_of(q, module.scheme).items()}
         notes = write_model_files(source, folder)
         by_layer = {module.name: _config(module) for module in modules}

@@ -1,8 +1,9 @@
-"""Codes that a plan holds, and that no rounding of one weight finds: a plan names them to have them read from it.
+"""Codes, or scales, that a plan holds and no rounding of one weight finds: a plan names them to have them read from it.
 
     learned     found once it is known what every site gets, each with the errors of all others at work: a search
                 chooses schemes with the other roundings, then `search/refine.py` improves the codes of what was chosen
     imported    found by somebody else, and read from a checkpoint (`export/importer.py`)
+    shared      scales in units of a tensor scale that several matrices share (`export/shared_scales.py`); codes follow
 
 A search never tries them.
 """
@@ -54,5 +55,12 @@ IMPORTED = StoredCodes(
     description="codes and scales of a checkpoint that was made elsewhere; bitwright import",
     why_not="imported codes are read from a checkpoint, not found; run bitwright import, or round with gradient_aware",
 )
+SHARED = StoredCodes(
+    name="shared",
+    description="to nearest, under a tensor scale that is shared with the matrices that an engine computes at once",
+    why_not="tensor scales are shared by several matrices of a plan, not found from one; use "
+    "bitwright.export.share_tensor_scales, or round with rtn",
+    keeps_codes=False,
+)
 
-ROUNDINGS = (LEARNED, IMPORTED)
+ROUNDINGS = (LEARNED, IMPORTED, SHARED)
