@@ -202,10 +202,12 @@ def _written(exporter: Exporter, source: ExportSource, target: Path) -> tuple[st
         with assembled_folder(target) as folder:
             return exporter.write(source, folder)
     except OSError as error:
-        advice = "free some space" if error.errno == errno.ENOSPC else "see to that"
+        # NumPy tells of a disk that took less than it was given without an error of the system
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, None)
+        why = error.strerror or f"the disk, or that of temporary files, took less than it was given ({error})"
         raise ExportError(
-            f"could not write the export to '{target}': {error.strerror or error}; nothing was written: {advice} or "
-            "choose another --out"
+            f"could not write the export to '{target}': {why}; nothing was written: "
+            f"{'free some space' if is_full else 'see to that'} or choose another --out"
         ) from error
 
 

@@ -18,7 +18,8 @@ Source: docs/gguf.md of ggml; see `gguf_metadata.py` and `gguf_vocabulary.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -86,21 +87,20 @@ class Gguf:
     def write(self, source: ExportSource, folder: Path) -> tuple[str, ...]:
         """Write the file, and what became of each tensor; notes tell it type by type."""
         tensors = _Tensors(source=source, folding=fold_factors(source))
-        writer = _open_writer(source, folder / FILE)
         written: dict[str, dict[str, Any]] = {}
-        for name, parameter in tensors.layout.parameter_of.items():
-            encoded = tensors.encode(name, parameter)
-            _add(writer, name, encoded)
-            written[name] = {"type": encoded.type, "how": encoded.words, "relative_error": round(encoded.error, 9)}
-            if parameter in tensors.sites:
-                written[name]["site"] = tensors.sites[parameter].site.name
-        factors = rotary_factors(source.model)
-        if factors is not None:
-            _add(writer, "rope_freqs.weight", encode_plain(factors, torch.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        with _open_writer(source, folder / FILE) as writer:
+            for name, parameter in tensors.layout.parameter_of.items():
+                encoded = tensors.encode(name, parameter)
+                _add(writer, name, encoded)
+                written[name] = {"type": encoded.type, "how": encoded.words, "relative_error": round(encoded.error, 9)}
+                if parameter in tensors.sites:
+                    written[name]["site"] = tensors.sites[parameter].site.name
+            factors = rotary_factors(source.model)
+            if factors is not None:
+                _add(writer, "rope_freqs.weight", encode_plain(factors, torch.float32))
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
         (folder / REPORT_FILE).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
         return (*_type_notes(written), *_cache_notes(source))
 
@@ -195,13 +195,26 @@ def _add(writer: Any, name: str, encoded: Encoded) -> None:
     writer.add_tensor(name, np.ascontiguousarray(encoded.data), raw_dtype=GGMLQuantizationType[encoded.type.upper()])
 
 
-def _open_writer(source: ExportSource, path: Path) -> Any:
-    """The file with everything but its tensors."""
+@contextmanager
+def _open_writer(source: ExportSource, path: Path) -> Iterator[Any]:
+    """The file with everything but its tensors; closed, with what the writer keeps aside, however the block ends."""
     import gguf
 
     record = architecture_of(source.model.config)
     assert record is not None
     writer = gguf.GGUFWriter(path, record.name, use_temp_file=True)
+    try:
+        _add_metadata(writer, source)
+        yield writer
+    finally:
+        if writer.temp_file is not None:
+            writer.temp_file.close()
+        writer.close()
+
+
+def _add_metadata(writer: Any, source: ExportSource) -> None:
+    import gguf
+
     writer.add_type("model")
     writer.add_name(source.loaded.name)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -209,7 +222,6 @@ def _open_writer(source: ExportSource, path: Path) -> Any:
         (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
     embedding: Any = source.model.get_input_embeddings()  # type: ignore[operator]
     _add_vocabulary(writer, read_vocabulary(source.loaded.tokenizer, embedding.weight.shape[0]))
-    return writer
 
 
 def _add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
