@@ -15,10 +15,10 @@ no gradient is taken, the layout is called without torch's dispatcher, which cos
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from bitwright.quantize.catalogs import MATMULS
 from bitwright.quantize.matmuls import MatmulLayout, PackedMatrix
 from bitwright.quantize.scheme import TensorScheme, read_scheme
 
-__all__ = ["MatmulLayout", "MatmulSelection", "PackedMatrix", "packed_matmul", "select_matmul"]
+__all__ = ["MatmulLayout", "MatmulSelection", "PackedMatrix", "packed_matmul", "prepare_matmul", "select_matmul"]
 
 _LOG = logging.getLogger(__name__)
 #: What x may be.
@@ -90,6 +90,26 @@ def packed_matmul(x: Tensor, matrix: PackedMatrix) -> Tensor:
     parts = list(matrix.parts.values())
     names = " ".join(matrix.parts)
     return torch.ops.bitwright.packed_matmul(x, parts, names, matrix.layout, matrix.scheme.text, *matrix.shape)
+
+
+def prepare_matmul(matrix: PackedMatrix) -> Callable[[Tensor], Tensor]:
+    """x ↦ `packed_matmul(x, matrix)`, for a weight that is multiplied with again and again.
+
+    What follows from the weight alone is settled here, once, where its layout has a shorter way (`prepared`). The parts
+    of the matrix must stay the same tensors; what is written to their memory counts.
+    """
+    columns = matrix.shape[1]
+    prepared = getattr(MATMULS[matrix.layout], "prepared", None)
+    if prepared is None:
+        return lambda x: packed_matmul(x, matrix)
+    product = prepared(matrix)
+
+    def multiply(x: Tensor) -> Tensor:
+        if x.dtype not in DTYPES or x.dim() == 0 or x.shape[-1] != columns or _is_watched(x):
+            return packed_matmul(x, matrix)
+        return cast(Tensor, product(x))
+
+    return multiply
 
 
 def _is_watched(x: Tensor) -> bool:

@@ -6,6 +6,7 @@ Where codes lie is `backends/cpu/matmul_layout.py`, what is kept beside them `ma
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from bitwright.quantize.backends.cpu.matmul import BLOCK_COLUMNS
 from bitwright.quantize.backends.cpu.matmul_operands import NUM_PARTS
 from bitwright.quantize.backends.cpu.matmul_parts import parts_of, why_no_parts
 from bitwright.quantize.backends.cpu.matmul_product import multiply
+from bitwright.quantize.backends.cpu.matmul_token import TokenProduct, takes_pairs_as_they_are
 from bitwright.quantize.matmuls import PackedMatrix
 from bitwright.quantize.pack import PackedTensor
 from bitwright.quantize.quantize import unpack
@@ -46,6 +48,19 @@ class Planar:
     def multiply(self, x_MK: Tensor, matrix: PackedMatrix) -> Tensor:
         """x Wᵀ; see `MatmulLayout`."""
         return multiply(x_MK, parts_of(matrix.scheme.text, matrix.shape), matrix.parts)
+
+    def prepared(self, matrix: PackedMatrix) -> Callable[[Tensor], Tensor]:
+        """x [..., K] ↦ x Wᵀ; one token in bf16 goes to its kernel by the shortest way."""
+        parts = parts_of(matrix.scheme.text, matrix.shape)
+        rows, columns = matrix.shape
+        one_token = TokenProduct(parts, matrix.parts) if takes_pairs_as_they_are(parts) else None
+
+        def product(x: Tensor) -> Tensor:
+            if one_token is not None and x.numel() == columns and x.dtype == torch.bfloat16 and x.is_contiguous():
+                return one_token(x)
+            return multiply(x.reshape(-1, columns), parts, matrix.parts).reshape(*x.shape[:-1], rows)
+
+        return product
 
     def how(self, num_tokens: int, matrix: PackedMatrix, dtype: torch.dtype) -> str:
         """Which kernel runs, and why."""

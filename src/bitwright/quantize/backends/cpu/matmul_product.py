@@ -52,8 +52,7 @@ def multiply(
     tokens, rows = x_MK.shape[0], parts.shape[0]
     if tokens == 0:
         return x_MK.new_empty(0, rows)
-    has_dot = not lacks(DOT_PRODUCTS) if has_dot is None else has_dot
-    call = _call_of(parts, has_dot, direct)
+    call = call_of(parts, has_dot=has_dot, direct=direct)
     at_once = MAX_COLUMNS // NUM_PARTS[x_MK.dtype]
     if tokens <= at_once:
         return _product(x_MK, parts, tensors, call)
@@ -61,7 +60,7 @@ def multiply(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Call:
+class Call:
     """Arguments of the kernel that follow from scheme and shape."""
 
     tables: tuple[npt.NDArray[Any], ...]
@@ -70,7 +69,9 @@ class _Call:
 
 
 @cache
-def _call_of(parts: Parts, has_dot: bool, direct: int) -> _Call:
+def call_of(parts: Parts, *, has_dot: bool | None = None, direct: int = BLOCK_COLUMNS) -> Call:
+    """What every product with a matrix has in common; see `multiply`."""
+    has_dot = not lacks(DOT_PRODUCTS) if has_dot is None else has_dot
     tiles, table, scaling = parts.tiles, table_of(parts.number), parts.scheme.scaling
     if scaling is None:
         rows_of_scale = tiles.rows
@@ -93,7 +94,7 @@ def _call_of(parts: Parts, has_dot: bool, direct: int) -> _Call:
     scale_table, scale_bits = _codes_of(parts.scales)
     offset_table, offset_bits = _codes_of(parts.offsets)
     constants = (tiles.bits, int(table.is_mirrored), scale_bits, offset_bits, int(has_dot))
-    return _Call(
+    return Call(
         tables=(table.entries, scale_table, offset_table), sizes=sizes, constants=tuple(map(constant, constants))
     )
 
@@ -105,26 +106,35 @@ def _codes_of(side: Side | None) -> tuple[npt.NDArray[Any], int]:
     return table_of(side.number, can_mirror=False).entries, side.number.bits
 
 
-def _product(x_MK: Tensor, parts: Parts, tensors: Mapping[str, Tensor], call: _Call) -> Tensor:
+def _product(x_MK: Tensor, parts: Parts, tensors: Mapping[str, Tensor], call: Call) -> Tensor:
     columns_CK = columns_of(x_MK.detach() if x_MK.requires_grad else x_MK)
     pairs = pairs_of(columns_CK, parts.tiles)
     y_CN = torch.empty(len(columns_CK), parts.shape[0])
-    scales, offsets, tensor_scale = (tensors.get(name) for name in ("scales", "offsets", "tensor_scale"))
-    arrays = (
-        tensors["codes"].numpy().reshape(-1),
-        pairs.numpy().view(np.uint32),
-        y_CN.numpy(),
-        _ONE if scales is None else _array(scales),
-        None if offsets is None else _array(offsets),
-        _NO_SUMS if offsets is None else group_sums(columns_CK, parts.tiles).numpy(),
-    )
-    factor = _ONE if tensor_scale is None else tensor_scale.reshape(1).numpy()
+    codes, scales, offsets, factor = operands_of(tensors)
+    sums = _NO_SUMS if offsets is None else group_sums(columns_CK, parts.tiles).numpy()
+    arrays = (codes, pairs.numpy().view(np.uint32), y_CN.numpy(), scales, offsets, sums)
     arguments = (factor, call.tables, call.sizes, *call.constants)
-    work = parts.shape[0] * parts.shape[1] * pairs.shape[0] // _SPEED
-    run_rows(multiply_tiles, multiply_tiles_parallel, arrays, parts.tiles.num_tiles, arguments, work)
+    num_tiles, work = parts.tiles.num_tiles, work_of(parts, pairs.shape[0])
+    run_rows(multiply_tiles, multiply_tiles_parallel, arrays, num_tiles, arguments, work)
     if len(columns_CK) != len(x_MK):
         y_CN = y_CN.reshape(-1, *x_MK.shape[:1], parts.shape[0]).sum(0)
     return y_CN.to(x_MK.dtype)
+
+
+def operands_of(tensors: Mapping[str, Tensor]) -> tuple[Any, Any, Any, Any]:
+    """Codes, scales, offsets (None without) and the factor of all outputs, as kernels take them."""
+    scales, offsets, tensor_scale = (tensors.get(name) for name in ("scales", "offsets", "tensor_scale"))
+    return (
+        tensors["codes"].numpy().reshape(-1),
+        _ONE if scales is None else _array(scales),
+        None if offsets is None else _array(offsets),
+        _ONE if tensor_scale is None else tensor_scale.reshape(1).numpy(),
+    )
+
+
+def work_of(parts: Parts, num_blocks: int) -> int:
+    """What a product with so many blocks of columns of x takes, in numbers that other kernels round."""
+    return parts.shape[0] * parts.shape[1] * num_blocks // _SPEED
 
 
 def _array(stored: Tensor) -> npt.NDArray[Any]:
