@@ -34,6 +34,7 @@ benchmark: $(VENV)/installed-tests
 	$(BIN)/python benchmarks/quantize.py
 	$(BIN)/python benchmarks/exhaustive.py
 	$(BIN)/python benchmarks/optimize.py all
+	$(BIN)/python benchmarks/inference.py all
 
 # The constraints pin the CPU build of torch here: on a machine with a GPU, PYTHON names one that has torch for it.
 gpu-check:

@@ -1,6 +1,8 @@
 """Running packed weights, measured against torch's bf16 in the same minutes.
 
     python benchmarks/inference.py matmul            products with packed weights: batch 1 and more
+    python benchmarks/inference.py decode            whole models, token by token: the built-in one, and layers of 7B
+    python benchmarks/inference.py fp8               what FP8 costs in perplexity, uniform and planned, and in fallbacks
     python benchmarks/inference.py matmul --quick    small matrices, few turns: whether it runs; nothing is filed
 
 Results go to benchmarks/results/inference-<part>.json, with machine and versions; figures in the docs name these files.
@@ -11,6 +13,8 @@ compared runs in turn (`timing`): torch's linear layer on bf16 weights, the pack
 bytes, which is as fast as memory is. Weights are rotated through copies that no cache holds together, all of them in
 huge pages. Filed besides: the ways to multiply more tokens, each at several numbers of them, which is where the limits
 in `quantize/backends/cpu/matmul.py` come from.
+
+decode, fp8: see `inference_decode.py`, `inference_fp8.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import inference_decode
+import inference_fp8
 import torch
 from machine import load_average, machine, now, why_not_quiet
 from timing import Timing, in_turn
@@ -199,7 +205,25 @@ def _bytes(shape: tuple[int, int], bits: int) -> int:
     return shape[0] * shape[1] * bits // 8
 
 
-PARTS: dict[str, Callable[..., None]] = {"matmul": measure_matmul}
+def filing(part: str, measure: Callable[..., dict[str, Any]]) -> Callable[..., None]:
+    """A part that returns what it measured, warned beforehand and filed afterwards."""
+
+    def run(*, quick: bool) -> None:
+        load = load_average()
+        if not quick and (disturbance := why_not_quiet(load)):
+            print(disturbance, file=sys.stderr)
+        found = measure(quick=quick)
+        if not quick:
+            write(part, found, load)
+
+    return run
+
+
+PARTS: dict[str, Callable[..., None]] = {
+    "matmul": measure_matmul,
+    "decode": filing("decode", inference_decode.measure),
+    "fp8": filing("fp8", inference_fp8.measure),
+}
 
 
 def main() -> int:

@@ -35,7 +35,7 @@ from bitwright.cli.app import create_app, run
 from bitwright.cli.formats import native_devices, spell_specials
 from bitwright.export import EXPORTERS, supported_schemes
 from bitwright.export.source_kind import SOURCES
-from bitwright.inference.native_rows import NATIVE_PRODUCTS
+from bitwright.inference.packed.native_rows import NATIVE_PRODUCTS
 from bitwright.plan.engine import Engine, engines
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS, TensorScheme
 from bitwright.quantize.catalogs import MATMULS, VALUE_SCHEMES

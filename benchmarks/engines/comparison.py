@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.export import share_tensor_scales
-from bitwright.inference.static_calibration import calibrate_static
+from bitwright.inference import calibrate_static
 from bitwright.models.load import load
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.sites import Site, find_sites

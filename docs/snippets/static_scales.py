@@ -1,8 +1,7 @@
 from pathlib import Path
 
 import bitwright
-from bitwright.inference.static_calibration import calibrate_static
-from bitwright.inference.static_drift import check_static
+from bitwright.inference import calibrate_static, check_static
 from bitwright.models import load
 
 loaded = load("my-model")

@@ -14,7 +14,7 @@ from small_plans import uniform_plan
 
 from bitwright.cli import main
 from bitwright.inference import apply
-from bitwright.inference.generate import generate
+from bitwright.inference.generation.generate import generate
 from bitwright.models import LoadedModel, find_sites, load
 from bitwright.plan import ModelInfo, Plan, Run, write_plan
 
@@ -61,7 +61,7 @@ def test_run_goes_on_with_a_prompt(plan: Path, loaded: LoadedModel, capsys: pyte
 def test_chat_takes_turns(plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second turn reads what is new; the answer is that of the whole chat at once."""
     read: list[int] = []
-    import bitwright.inference.generate as module
+    import bitwright.inference.generation.generate as module
 
     original = module.generate
 

@@ -175,8 +175,8 @@ def test_the_guides_to_exports_and_imports_name_every_kind() -> None:
 
 
 def test_the_guide_to_running_names_every_mode_and_rule() -> None:
-    from bitwright.inference.choice import MODES
-    from bitwright.inference.static_calibration import RULES
+    from bitwright.inference.modes import MODES
+    from bitwright.inference.static.calibration import RULES
 
     guide = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
     assert [name for name in (*MODES, *RULES) if f"| `{name}` |" not in guide] == []

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from bitwright.errors import ExportError
 from bitwright.export import export, share_tensor_scales
-from bitwright.inference import apply
-from bitwright.inference.static_calibration import calibrate_static
+from bitwright.inference import apply, calibrate_static
 from bitwright.models.loaded import LoadedModel, from_memory
 from bitwright.models.sites import find_sites
 from bitwright.models.value_sites import find_value_sites

@@ -15,8 +15,7 @@ from export_models import for_model, planned, small_model, uniform
 from small_plans import choice, plan_of
 
 from bitwright.export import export, share_tensor_scales
-from bitwright.inference import apply
-from bitwright.inference.static_calibration import calibrate_static
+from bitwright.inference import apply, calibrate_static
 from bitwright.models.loaded import LoadedModel, from_memory
 from bitwright.models.value_sites import find_value_sites
 from bitwright.plan import Plan

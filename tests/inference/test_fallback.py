@@ -14,8 +14,8 @@ from torch import nn
 
 from bitwright.errors import SchemeError
 from bitwright.inference import FallbackSettings, apply
-from bitwright.inference.fallback import BreakEven, Hysteresis, measure_break_even
-from bitwright.inference.packed_modules import PackedLinear
+from bitwright.inference.packed.fallback import BreakEven, Hysteresis, measure_break_even
+from bitwright.inference.packed.modules import PackedLinear
 from bitwright.models import find_sites
 from bitwright.quantize import SCHEMES, fake_quantize
 

@@ -16,9 +16,9 @@ from value_models import make_value_model
 
 from bitwright.errors import DataError
 from bitwright.inference import apply
-from bitwright.inference.generate import generate
-from bitwright.inference.sampling import Chooser, Sampling
-from bitwright.inference.token_reader import TokenReader
+from bitwright.inference.generation.generate import generate
+from bitwright.inference.generation.sampling import Chooser, Sampling
+from bitwright.inference.generation.token_reader import DeviceClock, StreamCalls, TokenReader, bring
 from bitwright.models import find_sites, find_value_sites
 
 IDS = torch.arange(18).reshape(2, 9) * 7 % 256
@@ -217,3 +217,118 @@ def test_a_reader_reads_in_order_and_forgets_the_last() -> None:
         reader.send(torch.tensor([[first], [10 + first]]))
     reader.forget(1)
     assert [reader.read(), reader.read()] == [[0, 10], [1, 11]]
+
+
+class Recorded(StreamCalls):
+    """A device that only notes what it is asked for: streams, events and moments by number."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.moments = 0
+
+    def new_stream(self, device: torch.device) -> Any:
+        return RecordedStream(self, "side")
+
+    def current_stream(self, device: torch.device) -> Any:
+        return RecordedStream(self, "model")
+
+    def fixed_memory(self, like: Tensor) -> Tensor:
+        self.calls.append("fixed memory")
+        return RecordedTensor(self, torch.empty_like(like))  # type: ignore[return-value]
+
+    def new_mark(self, device: torch.device) -> Any:
+        self.moments += 1
+        return RecordedEvent(self, f"mark {self.moments}", 1000.0 * self.moments**2)
+
+
+class RecordedEvent:
+    def __init__(self, record: Recorded, name: str, ms: float = 0.0) -> None:
+        self.of, self.name, self.ms = record, name, ms
+
+    def record(self, stream: Any) -> None:
+        self.of.calls.append(f"{self.name} on {stream.name}")
+
+    def synchronize(self) -> None:
+        self.of.calls.append(f"wait for {self.name}")
+
+    def elapsed_time(self, other: RecordedEvent) -> float:
+        return other.ms - self.ms
+
+
+class RecordedStream:
+    def __init__(self, record: Recorded, name: str) -> None:
+        self.of, self.name = record, name
+
+    def wait_stream(self, other: RecordedStream) -> None:
+        self.of.calls.append(f"{self.name} after {other.name}")
+
+    def __enter__(self) -> None:
+        self.of.calls.append(f"on {self.name}")
+
+    def __exit__(self, *_: Any) -> None:
+        self.of.calls.append(f"off {self.name}")
+
+    def record_event(self) -> RecordedEvent:
+        self.of.moments += 1
+        self.of.calls.append(f"event {self.of.moments}")
+        return RecordedEvent(self.of, f"event {self.of.moments}")
+
+
+class RecordedTensor:
+    def __init__(self, record: Recorded, numbers: Tensor) -> None:
+        self.of, self.numbers = record, numbers
+
+    def copy_(self, source: Any, non_blocking: bool = False) -> RecordedTensor:
+        self.of.calls.append("copy, the host goes on" if non_blocking else "copy")
+        self.numbers.copy_(source.numbers if isinstance(source, RecordedTensor) else source)
+        return self
+
+    def record_stream(self, stream: RecordedStream) -> None:
+        self.of.calls.append(f"kept for {stream.name}")
+
+    def reshape(self, *shape: int) -> Tensor:
+        return self.numbers.reshape(*shape)
+
+    def to(self, device: torch.device, non_blocking: bool) -> Any:
+        self.of.calls.append("to the device, the host goes on" if non_blocking else "to the device")
+        return self
+
+    shape = property(lambda self: self.numbers.shape)
+    dtype = property(lambda self: self.numbers.dtype)
+
+
+def test_tokens_of_a_gpu_are_copied_beside_the_next_step() -> None:
+    """On a stream that begins when the step has ended; the host waits for nothing but the copy of a step ago."""
+    record = Recorded()
+    record.fixed_memory = lambda like: RecordedTensor(record, torch.empty(like.shape, dtype=like.dtype))  # type: ignore
+    reader = TokenReader(torch.device("cuda"), calls=record)
+    assert reader.lag == 1
+    one_copy = ["side after model", "on side", "copy, the host goes on", "kept for side"]
+    for step in (1, 2):
+        reader.send(RecordedTensor(record, torch.tensor([[step], [10 + step]])))  # type: ignore[arg-type]
+    assert record.calls == [*one_copy, "event 1", "off side", *one_copy, "event 2", "off side"]
+    record.calls.clear()
+    assert reader.read() == [1, 11] and record.calls == ["wait for event 1"]
+
+
+def test_times_of_a_gpu_are_its_own() -> None:
+    """Marks lie on the stream of the model, and only the last is waited for, when the times are asked for."""
+    record = Recorded()
+    clock = DeviceClock(torch.device("cuda"), record)
+    for _ in range(3):
+        clock.mark()
+    assert record.calls == ["mark 1 on model", "mark 2 on model", "mark 3 on model"]
+    assert clock.seconds() == (3.0, 5.0) and record.calls[3:] == ["wait for mark 3"]
+    here = DeviceClock(torch.device("cpu"))
+    here.mark()
+    here.mark()
+    assert len(here.seconds()) == 1 and here.seconds()[0] >= 0
+
+
+def test_a_prompt_goes_to_a_gpu_while_the_host_goes_on() -> None:
+    record = Recorded()
+    ids = torch.tensor([[1, 2, 3]])
+    assert bring(ids, torch.device("cpu"), record) is ids and record.calls == []
+    arrived: Any = bring(ids, torch.device("cuda"), record)
+    assert torch.equal(arrived.numbers, ids)
+    assert record.calls == ["fixed memory", "copy", "to the device, the host goes on"]

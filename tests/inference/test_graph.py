@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bitwright.errors import PlanError
 from bitwright.inference import ValueRule, emulate_plan, value_tensors_of
-from bitwright.inference.graph import apply_to_program
+from bitwright.inference.emulation.program import apply_to_program
 from bitwright.models.graph_sites import find_graph_sites
 from bitwright.models.sites import Site, find_sites
 from bitwright.models.value_sites import find_value_sites

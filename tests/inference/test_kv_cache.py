@@ -13,8 +13,8 @@ from transformers import DynamicCache
 from value_models import make_value_model
 
 from bitwright.inference import ValueRule, apply
-from bitwright.inference.kv_cache import CodedLayer, cache_bytes
-from bitwright.inference.token_codes import TokenCodes, coding_of
+from bitwright.inference.cache.coded_cache import CodedLayer, cache_bytes
+from bitwright.inference.cache.token_codes import TokenCodes, coding_of
 from bitwright.models import find_sites, find_value_sites
 from bitwright.plan import Plan
 from bitwright.quantize import VALUE_SCHEMES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,9 @@ from value_models import make_value_model
 
 from bitwright.errors import ModelError, PlanError, SchemeError, UnknownName
 from bitwright.inference import apply
-from bitwright.inference.packed_model import plain_copy
-from bitwright.inference.packed_modules import PackedEmbedding, PackedLinear, PackedOperand
-from bitwright.inference.packed_weight import PackedWeight
+from bitwright.inference.packed.model import plain_copy
+from bitwright.inference.packed.modules import PackedEmbedding, PackedLinear, PackedOperand
+from bitwright.inference.packed.weight import PackedWeight
 from bitwright.models import LoadedModel, find_sites, from_memory, site_weight
 from bitwright.quantize import SCHEMES, fake_quantize
 
@@ -85,8 +86,9 @@ def test_inputs_are_rounded_as_in_emulation(make_tiny_model: Callable[..., Any],
 SCHEME_NAMES = [name for name, scheme in SCHEMES.items() if scheme.weights is not None]
 
 
+@pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("scheme_name", SCHEME_NAMES)
-def test_one_matrix_under_every_scheme(scheme_name: str) -> None:
+def test_one_matrix_under_every_scheme(scheme_name: str, tokens: int) -> None:
     """On the same inputs in bf16, packed and exact products differ by a rounding to bf16 and the order of a sum.
 
     A rounding to bf16 moves y by 2⁻⁹ |y| at most, fp32 sums of 96 products by 96 · 2⁻²⁴ · Σ |x| |w| each way.
@@ -95,7 +97,7 @@ def test_one_matrix_under_every_scheme(scheme_name: str) -> None:
     linear = nn.Linear(96, 80, bias=False).requires_grad_(False)
     model = nn.Sequential(linear)
     plan = uniform_plan(find_sites(model), scheme_name)
-    x = torch.randn(7, 96).bfloat16()
+    x = torch.randn(tokens, 96).bfloat16()
     emulated, packed = apply(plan, model), apply(plan, model, mode="packed", dtype=torch.bfloat16, fallback=None)
     exact = emulated(x.float())
     found = packed(x)
@@ -216,6 +218,45 @@ def test_a_packed_model_is_a_model_like_any_other(make_tiny_model: Callable[...,
     assert difference(logits_of(compiled), expected) < FP32_TOLERANCE
 
 
+def test_a_compiler_sees_one_operator_and_its_gradient(make_tiny_model: Callable[..., Any]) -> None:
+    plan = uniform_plan(find_sites(make_tiny_model("llama")), "int4_g32")
+    planned: Any = apply(plan, make_tiny_model("llama"), mode="packed", dtype=torch.float32)
+    whole = torch.compile(planned, backend="eager", fullgraph=True)
+    assert difference(logits_of(whole), logits_of(planned)) < FP32_TOLERANCE
+    layer = planned.model.layers[0].mlp.up_proj
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x, again = (torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2))
+    layer(x).square().sum().backward()
+    compiled(again).square().sum().backward()
+    torch.testing.assert_close(again.grad, x.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_other_codes_in_the_place_of_codes_are_what_runs(make_tiny_model: Callable[..., Any]) -> None:
+    """What is settled before the first call follows tensors that are replaced, in every way that torch has."""
+    model = make_tiny_model("llama")
+    plan = uniform_plan(find_sites(model), "int4_g32")
+    layer, other = (
+        apply(plan, make_tiny_model("llama", seed), mode="packed").get_submodule("model.layers.0.mlp.up_proj")
+        for seed in (0, 1)
+    )
+    x = torch.randn(1, 64).bfloat16()
+    own, wanted = layer(x), other(x)
+    assert not torch.equal(own, wanted)
+    copied = copy.deepcopy(layer)
+    copied.load_state_dict(other.state_dict())
+    assert torch.equal(copied(x), wanted) and torch.equal(layer(x), own)
+    copied = copy.deepcopy(layer)
+    copied.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(copied(x), wanted) and torch.equal(layer(x), own)
+    copied = copy.deepcopy(layer)
+    for name, part in other.named_buffers():
+        module, _, own_name = name.rpartition(".")
+        setattr(copied.get_submodule(module), own_name, part)
+    assert torch.equal(copied(x), wanted)
+    copied = pickle.loads(pickle.dumps(layer))
+    assert torch.equal(copied(x), own)
+
+
 def test_a_packed_layer_can_be_wrapped_and_trained_beside(make_tiny_model: Callable[..., Any]) -> None:
     """As PEFT does: a module takes a layer's place, calls it, and adds what it learns. Gradients pass the codes."""
 
@@ -326,6 +367,6 @@ def test_rows_that_no_choice_touches_stay(make_tiny_model: Callable[..., Any]) -
     plan = plan_of([choice(site, "int4_g32", tied_group=None) for site in sites])
     planned: Any = apply(plan, model, mode="packed", dtype=torch.float32)
     rows = planned.model.layers[0].mlp.gate_up_proj.packed.rows
-    assert [type(r).__name__ for r in rows] == ["PlainRows", "PackedRows"]
+    assert [type(r.product).__name__ for r in rows] == ["PlainProduct", "PackedProduct"]
     assert torch.equal(rows[0].values(), site_weight(model, next(s for s in find_sites(model) if s.role == "mlp.gate")))
     assert difference(logits_of(planned), logits_of(apply(plan, model))) < FP32_TOLERANCE

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitwright.inference.counters import PaddingCounts
-from bitwright.inference.native_rows import NATIVE_PRODUCTS, Int8Rows, ScaledRows, select_native
-from bitwright.inference.padding import Multiples, Padding, fill, up_to
+from bitwright.inference.packed.native_rows import NATIVE_PRODUCTS, int8_rows, scaled_rows, select_native
+from bitwright.inference.packed.padding import Multiples, Padding, fill, up_to
 from bitwright.quantize import SCHEMES, fake_quantize, pack, quantize
-from bitwright.quantize.matmuls.scaled_mm import ScaledMm
 from bitwright.quantize.pack import pack_codes
 from bitwright.quantize.scheme import Scheme
 
@@ -55,7 +54,7 @@ def test_codes_times_codes_whatever_the_shape(
     weight = quantize(torch.randn(num_rows, columns), scheme.weights)
     x = quantize(torch.randn(tokens, columns), scheme.activations)
     counts = PaddingCounts()
-    rows = Int8Rows(pack_codes(weight), Padding(multiples=multiples, counts=counts))
+    rows = int8_rows(pack_codes(weight), Padding(multiples=multiples, counts=counts))
     found = rows.multiply_codes(pack_codes(x), torch.float32)
     assert weight.scales_NG is not None and x.scales_NG is not None
     whole = (x.codes_NK.double() @ weight.codes_NK.double().T).float()
@@ -75,7 +74,7 @@ def test_fp8_codes_times_codes(shape: tuple[int, int, int]) -> None:
     scheme = SCHEMES["fp8"]
     assert scheme.weights is not None and scheme.activations is not None
     weight, x = torch.randn(num_rows, columns), torch.randn(tokens, columns)
-    rows = ScaledRows(ScaledMm().prepare(pack(weight, scheme.weights)))
+    rows = scaled_rows(pack(weight, scheme.weights))
     exact = fake_quantize(x, scheme.activations) @ fake_quantize(weight, scheme.weights).T
     found = rows.multiply_codes(pack(x, scheme.activations), torch.bfloat16)
     assert found.shape == exact.shape

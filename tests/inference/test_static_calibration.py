@@ -14,9 +14,9 @@ from value_models import make_value_model
 
 from bitwright.errors import DataError, PlanError
 from bitwright.inference import apply
-from bitwright.inference.magnitudes import Magnitudes
-from bitwright.inference.static_calibration import calibrate_static
-from bitwright.inference.static_drift import DriftLimits, check_static
+from bitwright.inference.static.calibration import calibrate_static
+from bitwright.inference.static.drift import DriftLimits, check_static
+from bitwright.inference.static.magnitudes import Magnitudes
 from bitwright.models import LoadedModel, find_sites, find_value_sites, from_memory
 from bitwright.plan import Plan, load_plan, write_plan
 

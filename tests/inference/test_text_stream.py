@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bitwright.errors import DataError
-from bitwright.inference.text_stream import TextStream, encode_chat, encode_prompt, stop_ids_of
+from bitwright.inference.generation.text_stream import TextStream, encode_chat, encode_prompt, stop_ids_of
 
 
 @pytest.mark.parametrize("text", ["plain words", "zwölf Boxkämpfer jagen Viktor", "日本語のテキスト 🙂 ok", ""])

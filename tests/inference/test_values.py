@@ -15,7 +15,7 @@ from value_models import make_value_model
 
 from bitwright.errors import PlanError
 from bitwright.inference import ValueRule, emulate, emulate_plan, emulate_values, value_tensors_of
-from bitwright.inference.values import value_rules
+from bitwright.inference.emulation.values import value_rules
 from bitwright.models import find_sites
 from bitwright.models.attention_calls import attend
 from bitwright.models.value_calls import ValueCalls

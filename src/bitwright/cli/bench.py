@@ -17,7 +17,7 @@ from bitwright.plan import load_plan
 from bitwright.report.units import spell_bytes, spell_number
 
 if TYPE_CHECKING:
-    from bitwright.inference.speed import Speed
+    from bitwright.inference.generation.speed import Speed
 
 
 def bench_command(
@@ -38,11 +38,11 @@ def bench_command(
     import torch
 
     from bitwright.inference import apply
-    from bitwright.inference.choice import find_mode
-    from bitwright.inference.generate import raise_if_too_long
-    from bitwright.inference.packed_model import plain_copy
+    from bitwright.inference.generation.generate import raise_if_too_long
+    from bitwright.inference.generation.speed import measure_speed
+    from bitwright.inference.modes import find_mode
+    from bitwright.inference.packed.model import plain_copy
     from bitwright.inference.planned_model import open_model
-    from bitwright.inference.speed import measure_speed
     from bitwright.quantize.backends.cpu.announce import announcing
 
     find_mode(mode)

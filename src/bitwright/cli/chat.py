@@ -43,7 +43,7 @@ def chat_command(
 ) -> None:
     """Talk to the model as the plan has it: one line a turn, /exit or the end of the input ends it."""
     planned, tokenizer = open_planned(load_plan(plan), model, mode)
-    from bitwright.inference.sampling import Sampling
+    from bitwright.inference.generation.sampling import Sampling
 
     console = Console(stderr=True, highlight=False)
     chat = _Chat(planned=planned, tokenizer=tokenizer, max_new_tokens=max_new_tokens)
@@ -81,8 +81,8 @@ class _Chat:
 
     def answer(self, text: str, sampling: Any) -> Any:
         """Say something, and write what the model says to it."""
-        from bitwright.inference.generate import generate, raise_if_too_long
-        from bitwright.inference.text_stream import TextStream, encode_chat, stop_ids_of
+        from bitwright.inference.generation.generate import generate, raise_if_too_long
+        from bitwright.inference.generation.text_stream import TextStream, encode_chat, stop_ids_of
 
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = encode_chat(self.tokenizer, messages)

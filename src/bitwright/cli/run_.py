@@ -15,7 +15,7 @@ from bitwright.plan import Plan, load_plan
 from bitwright.report.units import spell_bytes, spell_number
 
 if TYPE_CHECKING:
-    from bitwright.inference.generate import Generated
+    from bitwright.inference.generation.generate import Generated
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan folder.", show_default=False)]
 ModelOption = Annotated[
@@ -52,9 +52,9 @@ def run_command(
     if not prompt.strip():
         raise DataError(f"the prompt is {prompt!r}, and a model goes on with some text; write one")
     planned, tokenizer = open_planned(load_plan(plan), model, mode)
-    from bitwright.inference.generate import generate
-    from bitwright.inference.sampling import Sampling
-    from bitwright.inference.text_stream import TextStream, encode_prompt, stop_ids_of
+    from bitwright.inference.generation.generate import generate
+    from bitwright.inference.generation.sampling import Sampling
+    from bitwright.inference.generation.text_stream import TextStream, encode_prompt, stop_ids_of
 
     stream = TextStream(tokenizer, write_text)
     found = generate(
@@ -76,7 +76,7 @@ def run_command(
 def open_planned(plan: Plan, model: str | None, mode: str) -> tuple[Any, Any]:
     """The plan's model as the plan has it, and its tokenizer; says what takes time."""
     from bitwright.inference import apply
-    from bitwright.inference.choice import find_mode
+    from bitwright.inference.modes import find_mode
     from bitwright.inference.planned_model import open_model
     from bitwright.quantize.backends.cpu.announce import announcing
 

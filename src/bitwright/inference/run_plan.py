@@ -4,14 +4,15 @@
     planned.generate(**inputs)               # still a transformers model
     print(planned.bitwright_run.table())     # what runs as what, and why
 
-A program becomes another program (`graph.py`). A model is copied. Under mode "emulate" the copy's weights hold the fp32
-values of their codes, and where inputs or values are rounded, they are for the time of every forward of the copy, by
-hooks on the model as a whole. So the copy runs as `emulate_plan` lets the model run, bit for bit, with nothing to close
-afterwards. Whatever needs no rounding at run time needs no hooks either: it is a plain model with other weights.
+A program becomes another program (`emulation/program.py`). A model is copied. Under mode "emulate" the copy's weights
+hold the fp32 values of their codes, and where inputs or values are rounded, they are for the time of every forward of
+the copy, by hooks on the model as a whole. So the copy runs as `emulate_plan` lets the model run, bit for bit, with
+nothing to close afterwards. Whatever needs no rounding at run time needs no hooks: it is a plain model with other
+weights.
 
-Under the other modes (`choice.py`) its weights are packed codes (`packed_model.py`) and the rest is of the dtype that
-the model computes in; a cache keeps codes too (`kv_cache.py`). It computes what emulation does, but for the order in
-which products are added up and for the rounding of everything else to that dtype.
+Under the other modes its weights are packed codes (`packed/`) and the rest is of the dtype that the model computes in;
+a cache keeps codes too (`cache/`). It computes what emulation does, but for the order in which products are added up
+and for the rounding of everything else to that dtype.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from bitwright.errors import PlanError
-from bitwright.inference.apply import site_rules
-from bitwright.inference.choice import Mode, find_mode
-from bitwright.inference.compute_dtype import settle_dtype
-from bitwright.inference.emulate import SiteRule, emulate
-from bitwright.inference.fallback import DEFAULT_FALLBACK, FallbackSettings
-from bitwright.inference.graph import apply_to_program
-from bitwright.inference.packed_model import packed_model
-from bitwright.inference.packed_modules import raise_if_planned
+from bitwright.inference.emulation.emulate import SiteRule, emulate
+from bitwright.inference.emulation.program import apply_to_program
+from bitwright.inference.emulation.site_rules import site_rules
+from bitwright.inference.emulation.values import ValueRule, emulate_values, value_rules
+from bitwright.inference.modes import Mode, find_mode
+from bitwright.inference.packed.compute_dtype import settle_dtype
+from bitwright.inference.packed.fallback import DEFAULT_FALLBACK, FallbackSettings
+from bitwright.inference.packed.model import packed_model
+from bitwright.inference.packed.modules import raise_if_planned
+from bitwright.inference.packed.value_hooks import round_values_of
 from bitwright.inference.run_report import emulated_report
-from bitwright.inference.value_hooks import round_values_of
-from bitwright.inference.values import ValueRule, emulate_values, value_rules
 from bitwright.models.linear_calls import LinearCalls, Matrix, Operation, matrices_of
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.sites import Site, find_sites
@@ -78,8 +79,8 @@ def apply(
     Args:
         plan: for this model.
         model: fp32: a model, what `models.load` or `models.plain_model` gave, or the exported program of either.
-        mode: "emulate", "packed", "native" or "auto" (`choice.py`); programs are emulated.
-        dtype: what everything beside codes is computed in; by default the checkpoint's own (`compute_dtype.py`).
+        mode: "emulate", "packed", "native" or "auto" (`modes.py`); programs are emulated.
+        dtype: what everything beside codes is computed in; by default the checkpoint's own (`packed/compute_dtype.py`).
             Emulation is fp32.
         fallback: what happens to tokens whose inputs overflow a static scale or fp16; None: they saturate, as in
             emulation.

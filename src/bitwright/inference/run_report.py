@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from bitwright.inference.choice import Mode, spell_dtype
 from bitwright.inference.counters import RunCounters
-from bitwright.inference.fallback import OverflowWatch
+from bitwright.inference.modes import Mode, spell_dtype
+from bitwright.inference.overflow_watch import OverflowWatch
 from bitwright.models.sites import Site
 from bitwright.plan import Plan
 

@@ -1,7 +1,7 @@
 """Codes of every choice at every site: found once, with what calibration saw, and kept as a plan keeps them.
 
 A choice that depended on data (codes of error feedback, scales of a clip search, a fitted transform, a static scale) is
-kept as the tensors that a plan would hold for it (`inference/apply.py`), and runs from them through the plan's own
+kept as the tensors that a plan would hold for it (`emulation/site_rules.py`), and runs from them through its own
 reader. So what is measured is, bit for bit, what a plan runs; measuring and writing plans find nothing again, and a
 second budget finds everything in the cache. What lies in the cache is read when it is asked for; what is found anew
 stays in memory, or goes to a spool.

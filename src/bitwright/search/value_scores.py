@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from bitwright.inference.values import ValueRule, value_rule, value_tensors_of
+from bitwright.inference import ValueRule, value_rule, value_tensors_of
 from bitwright.models.value_sites import ValueSite
 from bitwright.quantize import VALUE_SCHEMES
 from bitwright.quantize.static_scales import overflows

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from bitwright import formats
 from bitwright.errors import PlanError
 from bitwright.inference.counters import Counters
-from bitwright.inference.emulate import SiteRule, emulate
-from bitwright.inference.values import value_rules
+from bitwright.inference.emulation.emulate import SiteRule, emulate
+from bitwright.inference.emulation.values import value_rules
 from bitwright.models.sites import Site
 from bitwright.models.spool import Originals
 from bitwright.models.value_sites import find_value_sites

@@ -13,7 +13,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from bitwright.inference.generate import Generated, generate
+from bitwright.inference.generation.generate import Generated, generate
 from bitwright.inference.run_report import RunReport
 
 

@@ -5,7 +5,7 @@ it, and gives back all values in the dtype of the model. Any new, empty and grow
 whoever made it (`generate()`, a loop of one's own) need not know of it; `cache_bytes` says what it takes.
 
 Layers that look back no further than a window forget what is behind it. Layers of a fixed size keep numbers: rounded
-numbers, since values are rounded on their way in (`value_hooks.py`).
+numbers, since values are rounded on their way in (`packed/value_hooks.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from bitwright.inference.token_codes import TokenCodes, coding_of
-from bitwright.inference.values import ValueRule
+from bitwright.inference.cache.token_codes import TokenCodes, coding_of
+from bitwright.inference.emulation.values import ValueRule
 from bitwright.models.attention_calls import may_attend
 
 

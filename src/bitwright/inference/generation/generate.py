@@ -7,8 +7,8 @@ device: its token, the mask, the positions. The host hears of tokens as `token_r
 (`on_tokens`), and looks for stop tokens; on a GPU one step late, so that at most one step is run for nothing. There is
 no `.item()`, no `.cpu()` and no `synchronize` in a step (`tests/inference/test_generate.py` counts).
 
-Where inputs of matrices may overflow (`fallback.py`), a GPU's count is not looked at either: a step only marks that
-something did, the mark is read with the token, and that step is run once more, wide, from the cache as it was before.
+Where inputs of matrices may overflow (`packed/fallback.py`), a GPU's count is not looked at either: a step only marks
+that something did, the mark is read with the token, and that step is run once more, wide, from the cache as it was.
 
 Legend: B sequences, T tokens.
 """
@@ -16,7 +16,6 @@ Legend: B sequences, T tokens.
 from __future__ import annotations
 
 import inspect
-import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -26,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.errors import DataError, MissingExtra
+from bitwright.inference.generation.sampling import Chooser, Sampling
+from bitwright.inference.generation.token_reader import DeviceClock, TokenReader, bring
 from bitwright.inference.run_report import RunReport
-from bitwright.inference.sampling import Chooser, Sampling
-from bitwright.inference.token_reader import TokenReader
 
 #: Told of every step: the new token of each sequence that goes on still, None for those that have ended.
 OnTokens = Callable[[list[int | None]], None]
@@ -77,7 +76,7 @@ def generate(
 
     Args:
         model: a causal language model of transformers, under a plan or not.
-        input_ids: prompts [B, T]; with a cache, what comes behind what it holds.
+        input_ids: prompts [B, T], where the model is or on the host; with a cache, what comes behind what it holds.
         max_new_tokens: at most so many for each.
         attention_mask: [B, T] of 1 and 0, where shorter prompts are padded on their left; None: nothing is padded.
         sampling: how tokens are chosen; None: the likeliest.
@@ -91,17 +90,20 @@ def generate(
         DataError: empty prompts, or more tokens than the model has positions for.
         MissingExtra: transformers is not installed.
     """
-    from bitwright.inference.kv_cache import cache_bytes
+    from bitwright.inference.cache.coded_cache import cache_bytes
 
     past = 0 if cache is None else int(cache.get_seq_length())
     raise_if_too_long(model, past + input_ids.shape[1], max_new_tokens)
-    batch = input_ids.shape[0]
+    batch, device = input_ids.shape[0], next(model.parameters()).device
+    input_ids = bring(input_ids, device)
+    if attention_mask is not None:
+        attention_mask = bring(attention_mask, device)
     report = getattr(model, "bitwright_run", None)
     loop = _Loop(
         model=model,
         cache=_new_cache(model, cache_kind, input_ids.shape[1] + max_new_tokens) if cache is None else cache,
-        choose=Chooser(sampling or Sampling(), input_ids.device),
-        reader=TokenReader(input_ids.device, lag),
+        choose=Chooser(sampling or Sampling(), device),
+        reader=TokenReader(device, lag),
         run=report if isinstance(report, RunReport) else None,
         known_arguments=frozenset(inspect.signature(cast(Any, model).forward).parameters),
         stop_ids=frozenset(stop_ids),
@@ -111,8 +113,13 @@ def generate(
         stopped=[False] * batch,
         on_tokens=on_tokens,
     )
-    prefill_s = loop.prefill(input_ids)
-    decode_s = loop.decode(max_new_tokens)
+    clock = DeviceClock(device)
+    clock.mark()
+    loop.prefill(input_ids)
+    clock.mark()
+    loop.decode(max_new_tokens)
+    clock.mark()
+    prefill_s, decode_s = clock.seconds()
     return Generated(
         tokens=tuple(map(tuple, loop.produced)),
         stopped=tuple(loop.stopped),
@@ -157,23 +164,18 @@ class _Loop:
     num_heard: int = 0
     num_steps: int = 0
 
-    def prefill(self, input_ids: Tensor) -> float:
-        """Read the prompts and choose the first token; seconds."""
-        started_s = time.perf_counter()
+    def prefill(self, input_ids: Tensor) -> None:
+        """Read the prompts and choose the first token."""
         end = self.num_past + input_ids.shape[1]
         if self.mask is None:
             positions = torch.arange(self.num_past, end, device=input_ids.device).expand_as(input_ids)
         else:
             positions = (self.mask[:, :end].cumsum(-1) - 1)[:, self.num_past :].clamp(min=0)
         self._run_step(_Step(inputs=input_ids, positions=positions))
-        wait_for(input_ids.device)  # once, so that what follows is timed by itself
-        return time.perf_counter() - started_s
 
-    def decode(self, max_new_tokens: int) -> float:
-        """Token by token, until all sequences have stopped or are as long as they may be; seconds."""
-        started_s = time.perf_counter()
+    def decode(self, max_new_tokens: int) -> None:
+        """Token by token, until all sequences have stopped or are as long as they may be."""
         assert self.next is not None
-        device = self.next.inputs.device
         if self.run is not None:
             self.run.watch.late = self.reader.lag > 0
         try:
@@ -189,8 +191,6 @@ class _Loop:
         finally:
             if self.run is not None:
                 self.run.watch.late = False
-        wait_for(device)
-        return time.perf_counter() - started_s
 
     def _run_step(self, step: _Step) -> None:
         """Put tokens in, choose the next ones, and send them to the host."""
@@ -262,12 +262,6 @@ def raise_if_too_long(model: nn.Module, num_prompt_tokens: int, max_new_tokens: 
             f"{num_prompt_tokens} tokens of prompt and {max_new_tokens} new ones are more than the model's {positions} "
             "positions; shorten the prompt or ask for fewer tokens"
         )
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait until a device has done what it was asked to; a CPU has."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _whole_mask(attention_mask: Tensor, num_past: int, max_new_tokens: int) -> Tensor:

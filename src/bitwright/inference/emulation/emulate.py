@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from bitwright.errors import SchemeError
 from bitwright.inference.counters import Counters, Overflows, count_overflows
-from bitwright.inference.values import ValueRule, emulate_values
+from bitwright.inference.emulation.values import ValueRule, emulate_values
 from bitwright.models.linear_calls import LinearCalls, Matrix, Operation, matrices_of
 from bitwright.models.sites import Site
 from bitwright.models.spool import InMemory, Originals

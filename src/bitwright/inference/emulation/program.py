@@ -30,9 +30,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from bitwright.errors import PlanError
-from bitwright.inference.apply import site_rules
-from bitwright.inference.emulate import SiteRule, emulate
-from bitwright.inference.values import ValueRule, value_rules
+from bitwright.inference.emulation.emulate import SiteRule, emulate
+from bitwright.inference.emulation.site_rules import site_rules
+from bitwright.inference.emulation.values import ValueRule, value_rules
 from bitwright.models.graph import WeightUse, canonical_names, weight_uses
 from bitwright.models.graph_sites import GraphSites, sites_of_program
 from bitwright.models.linear_calls import Matrix, matrices_of

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bitwright.errors import PlanError
-from bitwright.inference.static_places import StaticPlaces, hash_prompts, look_at_prompts
+from bitwright.inference.static.places import StaticPlaces, hash_prompts, look_at_prompts
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.sites import Site
 from bitwright.plan import Plan

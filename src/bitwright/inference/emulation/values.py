@@ -10,7 +10,7 @@ keys, as long as scales do not reach over several tokens. Keys under scales per 
 tokens is full, and are whole until then: generation sees the latest few unrounded, one pass over a text sees them so
 only behind its last full group.
 
-Overflows are counted before the cast, as with inputs of matrices (`counters.py`).
+Overflows are counted before the cast, as with inputs of matrices (`inference/counters.py`).
 """
 
 from __future__ import annotations

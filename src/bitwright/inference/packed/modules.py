@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from bitwright.errors import ModelError
 from bitwright.inference.counters import RunCounters
-from bitwright.inference.packed_weight import PackedWeight
+from bitwright.inference.packed.weight import PackedWeight
 
 
 class PackedLinear(nn.Linear):
@@ -42,6 +42,8 @@ class PackedLinear(nn.Linear):
         self.out_features, self.in_features = packed.shape
         self.packed = packed
         self.register_parameter("bias", bias)
+        # beside the modules and parameters, which take a while to find
+        self._called, self._has_bias = (packed,), bias is not None
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -50,8 +52,8 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., K] → [..., N]."""
-        y: Tensor = self.packed(input)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        y: Tensor = self._called[0](input)
+        return y if not self._has_bias else y + self.bias.to(y.dtype)
 
 
 class PackedEmbedding(nn.Embedding):

@@ -12,7 +12,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from bitwright.inference.choice import spell_dtype
+from bitwright.inference.modes import spell_dtype
 from bitwright.models.loaded import DTYPE_FORMATS, LoadedModel
 
 #: Dtypes that models compute in.

@@ -10,7 +10,7 @@ search, from the search's text. Here they are found again from prompts as they w
     mse           the share of the largest that costs the least squared error in the scheme's format
 
 A plan does not change: there is a new one, with new hashes, whose tensors also say what its scales were found on, which
-`static_drift.py` looks at:
+`drift.py` looks at:
 
     <site>/calibrated_amax    fp32 [H], operand after operand: the largest magnitude that was seen
     <site>/calibrated_on      uint8 [64]: SHA-256 of the weights, then of the prompts' tokens
@@ -30,9 +30,9 @@ from torch import Tensor
 
 from bitwright import formats
 from bitwright.errors import DataError
-from bitwright.inference.magnitudes import Magnitudes
-from bitwright.inference.static_places import StaticPlaces, hash_prompts, look_at_prompts
-from bitwright.inference.values import value_tensors_of
+from bitwright.inference.emulation.values import value_tensors_of
+from bitwright.inference.static.magnitudes import Magnitudes
+from bitwright.inference.static.places import StaticPlaces, hash_prompts, look_at_prompts
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.sites import Site
 from bitwright.plan import Plan

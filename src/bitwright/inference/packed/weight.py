@@ -1,18 +1,16 @@
 """A weight matrix as packed codes: what modules multiply with, and read rows from, where a plan runs packed.
 
 A matrix is one or more runs of rows, each with its own codes and scales: q, k and v of a fused matrix were quantised
-apart. Inputs are rounded once for all of them (`input_rounding.py`); an exact change of inputs that belongs to one run
-alone, as weight-only schemes may have it, is made for that run.
-
-    PackedRows     codes in a layout of `quantize/packed_matmul.py`, expanded inside the kernel
-    native rows    codes that the device multiplies with codes of inputs (`native_rows.py`)
-    PlainRows      rows that no choice touches, beside others of their matrix that one does
+apart (`rows.py`). Inputs are rounded once for all of them (`input_rounding.py`); an exact change of inputs that
+belongs to one run alone, as weight-only schemes may have it, is made for that run.
 
 Codes and scales are buffers: they travel with `state_dict`, `.to(device)` and `deepcopy`, and `.to(dtype)` leaves them
 what they are. Gradients go to inputs only, through the values of the weights (as QLoRA has them), and straight through
 what is rounded.
 
-Compilers do not look inside: `torch.compile` breaks its graph at every packed matrix and runs the kernel as it is.
+Most matrices are one run of rows whose inputs stay as they are. For those a call is that of the kernel: a step of
+decoding makes hundreds, of a few microseconds each. To `torch.compile` they are one operator of its graph; at all
+others it breaks its graph, and runs what happens there as it is.
 
 Legend: M tokens, N rows (outputs), K columns (inputs).
 """
@@ -24,136 +22,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from bitwright.errors import SchemeError
-from bitwright.inference.fallback import Action, Fallback, places_of
-from bitwright.inference.input_rounding import InputRounding, keeping_dtypes
-from bitwright.quantize.catalogs import MATMULS
-from bitwright.quantize.pack import PackedTensor
-from bitwright.quantize.packed_matmul import PackedMatrix, packed_matmul
-
-
-class Rows(nn.Module):
-    """Consecutive rows [N, K] of a matrix; the classes below are its kinds."""
-
-    num_rows: int
-    num_columns: int
-    #: Whether inputs are multiplied as codes.
-    takes_codes: bool = False
-
-    def multiply(self, x_MK: Tensor) -> Tensor:
-        """Outputs [M, N] of inputs that are numbers, in their dtype."""
-        raise NotImplementedError
-
-    def multiply_codes(self, x: PackedTensor, dtype: torch.dtype) -> Tensor:
-        """Outputs [M, N] of inputs as codes under scales; `dtype` is what the model computes in."""
-        raise NotImplementedError
-
-    def values(self) -> Tensor:
-        """What inputs are multiplied with, fp32 [N, K]."""
-        raise NotImplementedError
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        """Some of them, fp32 [*ids.shape, K]."""
-        return self.values()[ids]
-
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(part.numel() * part.element_size() for part in self.buffers())
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        return super()._apply(keeping_dtypes(fn), recurse)
-
-
-class PackedRows(Rows):
-    """Rows in a packed layout.
-
-    Args:
-        matrix: their codes and scales.
-        dtype: of the inputs that the layout was selected for.
-        device_type: where its kernels run.
-    """
-
-    def __init__(self, matrix: PackedMatrix, dtype: torch.dtype, device_type: str) -> None:
-        super().__init__()
-        self.layout, self.scheme = matrix.layout, matrix.scheme
-        self.num_rows, self.num_columns = matrix.shape
-        self.dtype, self.device_type = dtype, device_type
-        for name, part in matrix.parts.items():
-            self.register_buffer(name, part)
-        self._matrix: PackedMatrix | None = None
-        #: Dtype of inputs → what they are multiplied in.
-        self._multiplied_in: dict[torch.dtype, torch.dtype] = {}
-
-    @property
-    def matrix(self) -> PackedMatrix:
-        """As layouts take it; made once, since a step asks for hundreds."""
-        if self._matrix is None:
-            parts = {name: part for name, part in self._buffers.items() if part is not None}
-            self._matrix = PackedMatrix(
-                layout=self.layout, scheme=self.scheme, shape=(self.num_rows, self.num_columns), parts=parts
-            )
-        return self._matrix
-
-    def multiply(self, x_MK: Tensor) -> Tensor:
-        """Outputs [M, N], by the layout's kernel."""
-        if x_MK.device.type != self.device_type:
-            raise SchemeError(
-                f"a weight was packed for {self.device_type} and meets inputs on {x_MK.device.type}, where its layout "
-                f"'{self.layout}' may have no kernel; apply the plan to a model that is on {x_MK.device.type} already"
-            )
-        dtype = self._multiplied_in.get(x_MK.dtype)
-        if dtype is None:
-            dtype = self._multiplied_in[x_MK.dtype] = self._dtype_for(x_MK.dtype)
-        y_MN = packed_matmul(x_MK.to(dtype).contiguous(), self.matrix)
-        return y_MN.to(x_MK.dtype)
-
-    def values(self) -> Tensor:
-        """fp32 [N, K], exact."""
-        return MATMULS[self.layout].unpack(self.matrix)
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        """Some rows, fp32 [*ids.shape, K]: by the layout where it can read rows, else of all values."""
-        rows = getattr(MATMULS[self.layout], "rows", None)
-        return super().lookup(ids) if rows is None else rows(self.matrix, ids.flatten()).unflatten(0, ids.shape)
-
-    def extra_repr(self) -> str:
-        """Shown by print(model)."""
-        return f"{self.num_rows} x {self.num_columns}, {self.scheme}, layout {self.layout}"
-
-    def _dtype_for(self, dtype: torch.dtype) -> torch.dtype:
-        """Another dtype than the layout was selected for only where it has a kernel for that."""
-        shape = self.num_rows, self.num_columns
-        takes = MATMULS[self.layout].why_not(self.scheme, shape, self.device_type, dtype) is None
-        return dtype if takes else self.dtype
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        self._matrix = None
-        return super()._apply(fn, recurse)
-
-    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
-        self._matrix = None
-        super()._load_from_state_dict(*arguments, **named)
-
-
-class PlainRows(Rows):
-    """Rows that stay numbers of the model's dtype."""
-
-    weight: Tensor
-
-    def __init__(self, weight_NK: Tensor) -> None:
-        super().__init__()
-        self.num_rows, self.num_columns = weight_NK.shape
-        self.register_buffer("weight", weight_NK)
-
-    def multiply(self, x_MK: Tensor) -> Tensor:
-        """Outputs [M, N]."""
-        return F.linear(x_MK, self.weight.to(x_MK.dtype))
-
-    def values(self) -> Tensor:
-        """fp32 [N, K]."""
-        return self.weight.float()
+from bitwright.inference.packed.fallback import Action, Fallback, places_of
+from bitwright.inference.packed.input_rounding import InputRounding
+from bitwright.inference.packed.rows import Rows
 
 
 class PackedWeight(nn.Module):
@@ -183,6 +55,8 @@ class PackedWeight(nn.Module):
         self.fallback = fallback
         # beside the lists of modules, which take a while to go through
         self._rows, self._changes = tuple(rows), tuple(changes)
+        #: One run of rows, and inputs that stay as they are.
+        self._is_plain = len(self._rows) == 1 and inputs is None and self._changes[0].changes_nothing
 
     @property
     def shape(self) -> torch.Size:
@@ -191,7 +65,9 @@ class PackedWeight(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs [..., N] of inputs [..., K], in their dtype."""
-        if torch.is_grad_enabled() and x.requires_grad:
+        if self._is_plain and torch.compiler.is_compiling():
+            return self._rows[0].traced(x)
+        if x.requires_grad and torch.is_grad_enabled():
             return cast(Tensor, _Product.apply(x, self))
         return self.product(x)
 
@@ -202,6 +78,8 @@ class PackedWeight(nn.Module):
         return self._product(x)
 
     def _product(self, x: Tensor) -> Tensor:
+        if self._is_plain:
+            return self._rows[0].multiply(x)
         x_MK = x.reshape(-1, x.shape[-1])
         if self.inputs is None:
             y_MN = self._multiply(x_MK)

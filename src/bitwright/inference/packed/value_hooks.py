@@ -4,7 +4,7 @@ What attention multiplies, norms, activation functions and the residual stream a
 (`models/value_calls.py`), for the time of each forward. Products with packed weights are not functions of a parameter
 that could be watched: their modules have hooks for good.
 
-Keys and values that go to a cache made of codes (`kv_cache.py`) are rounded by the cache. A cache that is new and empty
+Keys and values that go to a cache made of codes (`cache/`) are rounded by the cache. A cache that is new and empty
 is given such layers on the way in, whoever made it: `generate()` of transformers keeps codes too. Where a cache alone
 is rounded and it holds codes, attention runs as the model has it; without a cache it runs step by step
 (`models/attention_calls.py`), since keys have to be rounded before they are read.
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitwright.inference.packed_modules import PackedLinear, PackedOperand
-from bitwright.inference.values import ValueRule
+from bitwright.inference.emulation.values import ValueRule
+from bitwright.inference.packed.modules import PackedLinear, PackedOperand
 from bitwright.models.sites import Site
 from bitwright.models.value_calls import ValueCalls, products_of
 from bitwright.models.value_sites import ValueSite
@@ -97,7 +97,7 @@ class ValueHooks:
         """Start to round."""
         rules = self.rules
         if any(_is_of_cache(name) for name in rules):
-            from bitwright.inference.kv_cache import cache_argument, coded_cache
+            from bitwright.inference.cache.coded_cache import cache_argument, coded_cache
 
             cache = coded_cache(module, kwargs, rules)
             if cache is not None:

@@ -25,19 +25,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from bitwright.inference.apply import codes_of, site_rules
-from bitwright.inference.choice import Mode, Multiplication, choose, raise_if_not_native, spell_dtype
 from bitwright.inference.counters import FallbackCounts
-from bitwright.inference.emulate import SiteRule, input_rule
-from bitwright.inference.fallback import Fallback, FallbackSettings, Hysteresis
-from bitwright.inference.input_rounding import InputRounding
-from bitwright.inference.packed_modules import PackedEmbedding, PackedLinear, PackedOperand, raise_if_planned
-from bitwright.inference.packed_weight import PackedRows, PackedWeight, PlainRows, Rows
+from bitwright.inference.emulation.emulate import SiteRule, input_rule
+from bitwright.inference.emulation.site_rules import codes_of, site_rules
+from bitwright.inference.modes import Mode, spell_dtype
+from bitwright.inference.packed.choice import Multiplication, choose, raise_if_not_native
+from bitwright.inference.packed.fallback import Fallback, FallbackSettings, Hysteresis
+from bitwright.inference.packed.input_rounding import InputRounding
+from bitwright.inference.packed.modules import PackedEmbedding, PackedLinear, PackedOperand, raise_if_planned
+from bitwright.inference.packed.rows import Rows, packed_rows, plain_rows
+from bitwright.inference.packed.weight import PackedWeight
 from bitwright.inference.run_report import RunReport, SiteRun
 from bitwright.models.linear_calls import Matrix, matrices_of
 from bitwright.models.sites import Site, site_weight
 from bitwright.plan import Plan, SiteChoice
 from bitwright.quantize import SCHEMES
+from bitwright.quantize.backends.cpu.arrays import new_memory
 from bitwright.quantize.catalogs import MATMULS
 from bitwright.quantize.fitted import UNCHANGED
 from bitwright.quantize.pack import pack_codes
@@ -98,7 +101,7 @@ def _copy_tensors(planned: nn.Module, dtype: torch.dtype) -> None:
 
     def copied(parameter: nn.Parameter) -> nn.Parameter:
         own = dtype if parameter.is_floating_point() else parameter.dtype
-        return nn.Parameter(parameter.detach().to(own, copy=True), requires_grad=parameter.requires_grad)
+        return nn.Parameter(_copy(parameter.detach(), own), requires_grad=parameter.requires_grad)
 
     made: dict[int, nn.Parameter] = {}
     for module in planned.modules():
@@ -115,6 +118,13 @@ def _copy_tensors(planned: nn.Module, dtype: torch.dtype) -> None:
     config = getattr(planned, "config", None)
     if hasattr(config, "dtype"):
         cast(Any, config).dtype = dtype
+
+
+def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """On a CPU in memory that is read as fast as that of packed codes: in huge pages where it is large."""
+    if tensor.device.type != "cpu":
+        return tensor.to(dtype, copy=True)
+    return new_memory(tensor.shape, dtype).copy_(tensor)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -222,7 +232,7 @@ class _Builder:
 
     def _rows(self, matrix: Matrix, first: int, last: int, site: Site | None) -> Rows:
         if site is None or not self._is_packed(site):
-            rows: Rows = PlainRows(self._weight(matrix)[first:last].to(self.dtype, copy=True).contiguous())
+            rows = plain_rows(self._weight(matrix)[first:last].to(self.dtype, copy=True).contiguous())
         else:
             choice, how = self.chosen[site.name]
             # in fp32 on a device: `codes_of` is arithmetic of torch like any other
@@ -230,7 +240,7 @@ class _Builder:
             if how.native is not None:
                 rows = how.native.rows(pack_codes(q), self.run.counters.padding)
             else:
-                rows = PackedRows(MATMULS[how.kernel].prepare(pack_codes(q)), how.inputs_dtype, self.device_type)
+                rows = packed_rows(MATMULS[how.kernel].prepare(pack_codes(q)), how.inputs_dtype, self.device_type)
         if site is not None:
             self.num_bytes[site.name] = rows.nbytes()
         return rows

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from bitwright.errors import DataError, PlanError
-from bitwright.inference.apply import site_rules
-from bitwright.inference.emulate import SiteRule
-from bitwright.inference.values import ValueRule, scaled_operands, value_rule
+from bitwright.inference.emulation.emulate import SiteRule
+from bitwright.inference.emulation.site_rules import site_rules
+from bitwright.inference.emulation.values import ValueRule, scaled_operands, value_rule
 from bitwright.models.linear_calls import LinearCalls, Matrix, Operation
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.sites import Site, find_sites

@@ -20,7 +20,7 @@ How often may a call overflow before rounding inputs stops to pay? With t the ti
 
 A GPU would have to wait for the host to look at a count. Where a decode loop says so (`OverflowWatch.late`), a call
 only marks that something overflowed; the loop reads the mark one step late and runs that step again, wide
-(`generate.py`).
+(`generation/generate.py`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from torch import Tensor
 
 from bitwright.errors import SchemeError
 from bitwright.inference.counters import FallbackCounts
+from bitwright.inference.overflow_watch import OverflowWatch
 
 if TYPE_CHECKING:
-    from bitwright.inference.packed_weight import PackedWeight
+    from bitwright.inference.packed.weight import PackedWeight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,28 +105,6 @@ class Hysteresis:
         if sum(self.recent) >= self.settings.enter:
             self.is_wide, self.num_calm = True, 0
         return self.is_wide
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class OverflowWatch:
-    """What the matrices of one model share, for loops that may not wait for the device."""
-
-    #: Only mark overflows: whoever sets it reads `seen` later.
-    late: bool = False
-    #: Everything wide, whatever the inputs are.
-    wide: bool = False
-    #: Whether anything overflowed since it was taken, bool 0-d on the device.
-    seen: Tensor | None = None
-
-    def mark(self, overflowed_M: Tensor) -> None:
-        """Remember that something overflowed, without looking."""
-        found = overflowed_M.any()
-        self.seen = found if self.seen is None else self.seen | found
-
-    def take(self) -> Tensor | None:
-        """What was seen, and forget it."""
-        seen, self.seen = self.seen, None
-        return seen
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

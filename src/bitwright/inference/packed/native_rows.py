@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bitwright.inference.counters import PaddingCounts
-from bitwright.inference.packed_weight import Rows
-from bitwright.inference.padding import Multiples, Padding, fill, up_to
+from bitwright.inference.packed.padding import Multiples, Padding, fill, up_to
+from bitwright.inference.packed.rows import Multiply, Parts, Rows
 from bitwright.quantize.catalogs import MATMULS
 from bitwright.quantize.matmuls import PackedMatrix
 from bitwright.quantize.matmuls.scaled_mm import ScaledMm, multiply_scaled, nvidia_capability, why_not_codes
 from bitwright.quantize.pack import PackedTensor
+from bitwright.quantize.packed_matmul import packed_matmul
 from bitwright.quantize.scheme import Scheme, TensorScheme
 
 #: Up to so many tokens a CPU multiplies INT8 row by row.
@@ -76,116 +77,117 @@ def _why_not_operand(tensor: TensorScheme | None) -> str | None:
     return None
 
 
-class Int8Rows(Rows):
-    """Rows of INT8 codes.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Int8Product:
+    """INT8 codes, filled up, and scales in fp32."""
 
-    Args:
-        packed: their codes, and scales in fp32.
-        padding: fills up inputs.
-    """
+    scheme: TensorScheme
+    shape: tuple[int, int]
+    #: Fills up inputs.
+    padding: Padding
 
-    codes: Tensor
-    scale: Tensor
-    takes_codes = True
-
-    def __init__(self, packed: PackedTensor, padding: Padding) -> None:
-        super().__init__()
-        assert packed.scales is not None
-        self.scheme, self.padding = packed.scheme, padding
-        self.num_rows, self.num_columns = packed.shape
-        multiples = padding.multiples
-        filled = fill(packed.codes, up_to(self.num_rows, multiples.rows), up_to(self.num_columns, multiples.columns))
-        self.register_buffer("codes", filled.view(torch.int8).contiguous())
-        self.register_buffer("scale", packed.scales.reshape(1, -1).clone())
-
-    def multiply_codes(self, x: PackedTensor, dtype: torch.dtype) -> Tensor:
+    def multiply_codes(self, parts: Parts, x: PackedTensor, dtype: torch.dtype) -> Tensor:
         """Outputs fp32 [M, N]."""
         assert x.scales is not None
-        num_tokens = x.shape[0]
+        num_tokens, codes = x.shape[0], parts["codes"]
         if num_tokens == 0:
-            return self.scale.new_zeros(0, self.num_rows)
+            return parts["scale"].new_zeros(0, self.shape[0])
         x_MK = self.padding.pad(x.codes).view(torch.int8)
         few = x_MK.device.type == "cpu" and num_tokens <= _FEW_TOKENS
-        sums = [torch._int_mm(part, self.codes.T) for part in (x_MK.split(1) if few else (x_MK,))]
+        sums = [torch._int_mm(part, codes.T) for part in (x_MK.split(1) if few else (x_MK,))]
         whole = sums[0] if len(sums) == 1 else torch.cat(sums)
-        return whole[:num_tokens, : self.num_rows].float() * x.scales * self._scale_1N()
+        return whole[:num_tokens, : self.shape[0]].float() * x.scales * self._scale_1N(parts)
 
-    def multiply(self, x_MK: Tensor) -> Tensor:
-        """Outputs [M, N] of inputs that stay numbers: for tokens that overflow."""
-        blocks = self.codes[: self.num_rows, : self.num_columns].split(_EXPANDED_ROWS)
-        sums = torch.cat([F.linear(x_MK.float(), block.float()) for block in blocks], dim=-1)
-        return (sums * self._scale_1N()).to(x_MK.dtype)
+    def prepared(self, parts: Parts) -> Multiply:
+        """Inputs that stay numbers: tokens that overflow."""
+        num_rows, columns = self.shape
 
-    def values(self) -> Tensor:
+        def multiply(x: Tensor) -> Tensor:
+            blocks = parts["codes"][:num_rows, :columns].split(_EXPANDED_ROWS)
+            sums = torch.cat([F.linear(x.float(), block.float()) for block in blocks], dim=-1)
+            return (sums * self._scale_1N(parts)).to(x.dtype)
+
+        return multiply
+
+    def traced(self, parts: Parts, x: Tensor) -> Tensor:
+        """The same."""
+        return self.prepared(parts)(x)
+
+    def values(self, parts: Parts) -> Tensor:
         """fp32 [N, K]."""
-        return self.codes[: self.num_rows, : self.num_columns].float() * self._scale_1N().T
+        return parts["codes"][: self.shape[0], : self.shape[1]].float() * self._scale_1N(parts).T
 
-    def lookup(self, ids: Tensor) -> Tensor:
+    def lookup(self, parts: Parts, ids: Tensor) -> Tensor:
         """Some rows, fp32 [*ids.shape, K]."""
-        return self.codes[ids][..., : self.num_columns].float() * self._scale_1N()[0][ids].unsqueeze(-1)
+        return parts["codes"][ids][..., : self.shape[1]].float() * self._scale_1N(parts)[0][ids].unsqueeze(-1)
 
-    def extra_repr(self) -> str:
-        """Shown by print(model)."""
-        return f"{self.num_rows} x {self.num_columns}, {self.scheme}, torch._int_mm"
+    def __str__(self) -> str:
+        return f"{self.scheme}, torch._int_mm"
 
-    def _scale_1N(self) -> Tensor:
-        return self.scale.expand(1, self.num_rows)
+    def _scale_1N(self, parts: Parts) -> Tensor:
+        return parts["scale"].expand(1, self.shape[0])
 
 
-class ScaledRows(Rows):
-    """Rows of FP8 or FP4 codes as torch's scaled products take them.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledProduct:
+    """FP8 or FP4 codes as torch's scaled products take them: parts of the layout "scaled_mm"."""
 
-    Args:
-        matrix: in the layout "scaled_mm".
-    """
+    layout: str
+    scheme: TensorScheme
+    shape: tuple[int, int]
 
-    takes_codes = True
-
-    def __init__(self, matrix: PackedMatrix) -> None:
-        super().__init__()
-        self.layout, self.scheme = matrix.layout, matrix.scheme
-        self.num_rows, self.num_columns = matrix.shape
-        for name, part in matrix.parts.items():
-            self.register_buffer(name, part)
-
-    @property
-    def matrix(self) -> PackedMatrix:
-        """As the layout takes it."""
-        parts = {name: part for name, part in self._buffers.items() if part is not None}
-        shape = self.num_rows, self.num_columns
-        return PackedMatrix(layout=self.layout, scheme=self.scheme, shape=shape, parts=parts)
-
-    def multiply_codes(self, x: PackedTensor, dtype: torch.dtype) -> Tensor:
+    def multiply_codes(self, parts: Parts, x: PackedTensor, dtype: torch.dtype) -> Tensor:
         """Outputs [M, N] in bf16, or fp16 where the model computes in that."""
         assert x.scales is not None
-        matrix = self.matrix
         return multiply_scaled(
-            x.codes.view(matrix.parts["codes"].dtype),
+            x.codes.view(parts["codes"].dtype),
             x.scales,
-            matrix,
+            self._matrix(parts),
             x_tensor_scale=x.tensor_scale,
             dtype=torch.float16 if dtype == torch.float16 else torch.bfloat16,
         )
 
-    def multiply(self, x_MK: Tensor) -> Tensor:
-        """Outputs [M, N] of inputs that stay numbers: for tokens that overflow."""
-        return MATMULS[self.layout].multiply(x_MK, self.matrix)
+    def prepared(self, parts: Parts) -> Multiply:
+        """Inputs that stay numbers: tokens that overflow."""
+        matrix = self._matrix(parts)
+        return lambda x: packed_matmul(x, matrix)
 
-    def values(self) -> Tensor:
+    def traced(self, parts: Parts, x: Tensor) -> Tensor:
+        """The same."""
+        return packed_matmul(x, self._matrix(parts))
+
+    def values(self, parts: Parts) -> Tensor:
         """fp32 [N, K]."""
-        return MATMULS[self.layout].unpack(self.matrix)
+        return MATMULS[self.layout].unpack(self._matrix(parts))
 
-    def extra_repr(self) -> str:
-        """Shown by print(model)."""
-        return f"{self.num_rows} x {self.num_columns}, {self.scheme}, {self.layout}"
+    def lookup(self, parts: Parts, ids: Tensor) -> Tensor:
+        """Some rows of all values, fp32 [*ids.shape, K]."""
+        return self.values(parts)[ids]
+
+    def __str__(self) -> str:
+        return f"{self.scheme}, {self.layout}"
+
+    def _matrix(self, parts: Parts) -> PackedMatrix:
+        return PackedMatrix(layout=self.layout, scheme=self.scheme, shape=self.shape, parts=dict(parts))
 
 
-def _int8_rows(packed: PackedTensor, counts: PaddingCounts) -> Rows:
-    return Int8Rows(packed, Padding(multiples=INT8_MULTIPLES[packed.codes.device.type], counts=counts))
+def int8_rows(packed: PackedTensor, padding: Padding) -> Rows:
+    """Rows of INT8 codes under scales in fp32, filled up to what `_int_mm` wants of shapes."""
+    assert packed.scales is not None
+    (rows, columns), multiples = packed.shape, padding.multiples
+    codes = fill(packed.codes, up_to(rows, multiples.rows), up_to(columns, multiples.columns))
+    parts = {"codes": codes.view(torch.int8).contiguous(), "scale": packed.scales.reshape(1, -1).clone()}
+    return Rows(parts, Int8Product(scheme=packed.scheme, shape=packed.shape, padding=padding))
 
 
-def _scaled_rows(packed: PackedTensor, counts: PaddingCounts) -> Rows:
-    return ScaledRows(ScaledMm().prepare(packed))
+def scaled_rows(packed: PackedTensor) -> Rows:
+    """Rows of FP8 or FP4 codes in the layout "scaled_mm"."""
+    matrix = ScaledMm().prepare(packed)
+    return Rows(matrix.parts, ScaledProduct(layout=matrix.layout, scheme=matrix.scheme, shape=matrix.shape))
+
+
+def _counted_int8_rows(packed: PackedTensor, counts: PaddingCounts) -> Rows:
+    return int8_rows(packed, Padding(multiples=INT8_MULTIPLES[packed.codes.device.type], counts=counts))
 
 
 NATIVE_PRODUCTS = (
@@ -193,13 +195,13 @@ NATIVE_PRODUCTS = (
         name="torch._int_mm",
         description="INT8 codes times INT8 codes in int32",
         why_not=why_not_int8,
-        rows=_int8_rows,
+        rows=_counted_int8_rows,
     ),
     NativeProduct(
         name=ScaledMm().name,
         description=ScaledMm().description,
         why_not=lambda scheme, device_type: why_not_codes(scheme, device_type, nvidia_capability(device_type)),
-        rows=_scaled_rows,
+        rows=lambda packed, counts: scaled_rows(packed),
     ),
 )
 

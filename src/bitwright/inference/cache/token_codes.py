@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bitwright import formats
-from bitwright.inference.values import ValueRule
+from bitwright.inference.emulation.values import ValueRule
 from bitwright.quantize import fake_quantize, pack, unpack
 from bitwright.quantize.pack import PackedTensor, decode_numbers, encode_numbers, pack_bits, unpack_bits
 from bitwright.quantize.scheme import TensorScheme

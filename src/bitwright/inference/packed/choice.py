@@ -1,6 +1,5 @@
 """How each site of a plan is multiplied, and why: settled for all sites before a model is touched.
 
-    emulate   fp32 values of the codes, on any device
     packed    codes stay packed in memory and are expanded inside the kernel
     native    the device multiplies codes with codes; a plan with a site of which that is not true is refused
     auto      each site native where the device has that, else packed
@@ -13,21 +12,19 @@ codes are no numbers of bf16 (`input_rounding.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
 from bitwright import formats
-from bitwright.catalog import nearest_name_hint
-from bitwright.errors import PlanError, UnknownName
-from bitwright.inference.native_rows import NativeProduct, select_native
+from bitwright.errors import PlanError
+from bitwright.inference.modes import Mode, spell_dtype
+from bitwright.inference.packed.native_rows import NativeProduct, select_native
 from bitwright.plan import SiteChoice
 from bitwright.quantize.pack import stored_dtype
 from bitwright.quantize.packed_matmul import select_matmul
 from bitwright.quantize.scheme import Scheme, TensorScheme
 
-Mode = Literal["emulate", "packed", "native", "auto"]
-MODES: tuple[Mode, ...] = get_args(Mode)
 #: Sites that an error names.
 _NAMED = 3
 
@@ -43,18 +40,6 @@ class Multiplication:
     #: What inputs are when they are multiplied as numbers.
     inputs_dtype: torch.dtype
     native: NativeProduct | None = None
-
-
-def find_mode(name: str) -> Mode:
-    """The mode of that name.
-
-    Raises:
-        UnknownName: there is none.
-    """
-    for mode in MODES:
-        if mode == name:
-            return mode
-    raise UnknownName(f"unknown mode {name!r}{nearest_name_hint(name, list(MODES))} Known modes: {', '.join(MODES)}")
 
 
 def choose(scheme: Scheme, shape: tuple[int, int], mode: Mode, device_type: str, dtype: torch.dtype) -> Multiplication:
@@ -117,11 +102,3 @@ def raise_if_not_native(plan_name: str, chosen: dict[str, tuple[SiteChoice, Mult
 def _why_not_native(found: Multiplication) -> str:
     """Why a packed site is not native."""
     return found.reason.rpartition("not native: ")[2]
-
-
-def spell_dtype(dtype: torch.dtype) -> str:
-    """ "bf16", "fp16", "fp32" …"""
-    for number in formats.FORMATS.values():
-        if stored_dtype(number) == dtype:
-            return number.name
-    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""A KV cache that holds codes."""

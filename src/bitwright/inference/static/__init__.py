@@ -1,0 +1,1 @@
+"""Static scales from the user's prompts, and whether they fit others."""
