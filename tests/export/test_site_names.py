@@ -17,3 +17,11 @@ def test_a_single_layer_and_a_name_without_one_stand_as_they_are() -> None:
 def test_values_and_experts_are_told_apart_by_what_follows_the_first_number() -> None:
     names = ["h.0.attn:k_cache", "h.1.attn:k_cache", "h.0.experts.0.up", "h.0.experts.1.up", "h.1.experts.0.up"]
     assert spell_sites(names) == "h.{0-1}.attn:k_cache, h.{0-1}.experts.0.up, h.0.experts.1.up"
+
+
+def test_experts_of_all_layers_are_one_entry() -> None:
+    names = [
+        f"h.{layer}.experts.{expert}.{part}" for layer in (0, 1) for expert in (0, 1, 2) for part in ("up", "down")
+    ]
+    assert spell_sites(names) == "h.{0-1}.experts.{0-2}.up, h.{0-1}.experts.{0-2}.down"
+    assert spell_sites(names[:6]) == "h.0.experts.{0-2}.up, h.0.experts.{0-2}.down"

@@ -160,3 +160,42 @@ def test_vllm_cuts_off_what_does_not_fit_a_cache_on_a_cpu(tmp_path: Path) -> Non
     nearest = round_values(x, VALUE_SCHEMES["fp8_e4m3_tensor"], torch.tensor([scale]))
     assert torch.equal(theirs, cut)
     assert not torch.equal(theirs, nearest)
+
+
+_EXPERTS = """
+import json, sys, torch
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.models.mixtral import MixtralForCausalLM
+settings = json.load(open(sys.argv[1] + "/config.json"))["quantization_config"]
+config = CompressedTensorsConfig.from_config(settings)
+config.apply_vllm_mapper(MixtralForCausalLM.hf_to_vllm_mapper)
+config.packed_modules_mapping = MixtralForCausalLM.packed_modules_mapping
+for name in sys.argv[2:]:
+    found = config.get_scheme_dict(torch.nn.Linear(1, 1), name)
+    print(name, "nothing" if found is None else f"{found['weights'].num_bits} {found['format']}")
+"""
+
+
+def test_vllm_finds_the_settings_of_experts(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """Its kernels for experts on CPUs need AMX; which settings it would take it says everywhere."""
+    assert PYTHON
+    loaded = mixtral(tiny_tokenizer)
+    plan = planned(
+        loaded,
+        lambda site: (
+            "int4_g32"
+            if site.role.startswith("expert") and "layers.1." in site.name
+            else "int8_w"
+            if "self_attn" in site.name
+            else "as_loaded"
+        ),
+    )
+    export(plan, loaded, "compressed-tensors", tmp_path / "out", dtype="fp16")
+    expected = {f"model.layers.1.block_sparse_moe.experts.0.w{part}": "4 pack-quantized" for part in (1, 2, 3)}
+    expected |= {f"model.layers.0.block_sparse_moe.experts.0.w{part}": "nothing" for part in (1, 2, 3)}
+    expected |= {"model.layers.0.self_attn.qkv_proj": "8 pack-quantized", "lm_head": "nothing"}
+    done = subprocess.run(
+        [PYTHON, "-c", _EXPERTS, tmp_path / "out", *expected], capture_output=True, text=True, env=ENVIRONMENT
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("model", "lm"))) == expected
