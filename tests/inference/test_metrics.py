@@ -17,12 +17,15 @@ from bitwright.models import find_sites
 prometheus_client = pytest.importorskip("prometheus_client")
 
 
-def scraped(port: int) -> dict[str, float]:
-    """Sample with its labels → value, as text on the wire has it."""
+def scraped(port: int) -> dict[tuple[str, str | None], float]:
+    """(sample, matrix) → value, as a server that scrapes reads the text on the wire."""
+    from prometheus_client.parser import text_string_to_metric_families
+
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         text = answer.read().decode()
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    assert {sample.labels["model"] for sample in samples} == {"small"}
+    return {(sample.name, sample.labels.get("matrix")): sample.value for sample in samples}
 
 
 def test_what_fell_back_is_scraped() -> None:
@@ -49,12 +52,12 @@ def test_what_fell_back_is_scraped() -> None:
         server.shutdown()
         server.server_close()
         thread.join()
-    labels = '{matrix="0",model="small"}'
-    assert before[f"bitwright_run_fallback_calls_total{labels}"] == 0
+    (matrix,) = planned.bitwright_run.counters.fallbacks
+    assert before["bitwright_run_fallback_calls_total", matrix] == 0
     found = {
         match[1]: value
-        for name, value in after.items()
-        if (match := re.fullmatch(r"bitwright_run_fallback_(\w+)_total\{.*\}", name))
+        for (name, of_matrix), value in after.items()
+        if (match := re.fullmatch(r"bitwright_run_fallback_(\w+)_total", name)) and of_matrix == matrix
     }
     assert found == {
         "calls": 2,
@@ -66,8 +69,8 @@ def test_what_fell_back_is_scraped() -> None:
         "held_calls": 0,
         "switches": 0,
     }
-    assert after['bitwright_run_weight_bytes{model="small"}'] == planned.bitwright_run.weight_bytes
-    assert after['bitwright_run_repeated_steps_total{model="small"}'] == 0
+    assert after["bitwright_run_weight_bytes", None] == planned.bitwright_run.weight_bytes
+    assert after["bitwright_run_repeated_steps_total", None] == 0
 
 
 def test_expansions_say_what_they_were_for(make_tiny_model: Any) -> None:

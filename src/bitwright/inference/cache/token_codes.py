@@ -70,6 +70,7 @@ class UnderStaticScale:
     format: str
     #: fp32 [H] or [1]; None: numbers are rounded as they are.
     scale: Tensor | None
+    rounding: str
     width: int
     unit: int = 1
 
@@ -78,7 +79,7 @@ class UnderStaticScale:
         units, rule = (
             (x.float(), "ieee") if self.scale is None else (x.float() / spread(self.scale, x.float()), "saturate")
         )
-        rounded = fake_quantize(units, TensorScheme(format=self.format), overflow=rule)
+        rounded = fake_quantize(units, TensorScheme(format=self.format), rounding=self.rounding, overflow=rule)
         number = formats.FORMATS[self.format]
         codes = pack_bits(encode_numbers(rounded, number).reshape(-1, self.width), number.bits)
         return {"codes": codes.view(*x.shape[:-1], -1)}
@@ -137,7 +138,10 @@ def coding_of(rule: ValueRule | None, operand: str, width: int, device: torch.de
     if scheme.static or scheme.values.scaling is None:
         scale = rule.scale(operand)
         return UnderStaticScale(
-            format=scheme.values.format, scale=None if scale is None else scale.to(device), width=width
+            format=scheme.values.format,
+            scale=None if scale is None else scale.to(device),
+            rounding=scheme.rounding,
+            width=width,
         )
     return UnderOwnScales(values=scheme.values, width=width, unit=scheme.group_tokens)
 
