@@ -6,15 +6,13 @@ import re
 import urllib.request
 from typing import Any
 
-import pytest
+import prometheus_client
 import torch
 from small_plans import uniform_plan
 from torch import nn
 
 from bitwright.inference import FallbackSettings, apply
 from bitwright.models import find_sites
-
-prometheus_client = pytest.importorskip("prometheus_client")
 
 
 def scraped(port: int) -> dict[tuple[str, str | None], float]:

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
-from bitwright.errors import BitwrightError
+from bitwright.errors import MissingExtra
 from bitwright.inference.counters import FallbackCounts
 from bitwright.inference.run_report import RunReport
 
@@ -48,17 +48,14 @@ class RunCollector:
         model: its name, for the label.
 
     Raises:
-        BitwrightError: prometheus_client is not installed.
+        MissingExtra: prometheus_client is not installed.
     """
 
     def __init__(self, run: RunReport, model: str) -> None:
         try:
             self._core: Any = importlib.import_module("prometheus_client.core")
         except ImportError as error:
-            raise BitwrightError(
-                "exporting counters needs the package 'prometheus-client'; install it with: "
-                "pip install prometheus-client"
-            ) from error
+            raise MissingExtra("prometheus-client", "monitor", "exporting counters") from error
         self._run, self._model = run, model
 
     def collect(self) -> Iterable[Any]:
