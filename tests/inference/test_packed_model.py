@@ -231,6 +231,20 @@ def test_a_compiler_sees_one_operator_and_its_gradient(make_tiny_model: Callable
     torch.testing.assert_close(again.grad, x.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("scheme", ["int8_w", "int4_g32_zp", "int4_g32_min", "fp8_block", "fp6_w", "mxfp4", "nvfp4"])
+def test_rows_are_read_without_the_others(make_tiny_model: Callable[..., Any], scheme: str) -> None:
+    """Of a table of 260 rows, whose last tile is not full."""
+    model = make_tiny_model("qwen2")
+    table = model.get_input_embeddings().weight
+    plan = uniform_plan(find_sites(model), scheme, ends=True)
+    packed = apply(plan, model, mode="packed", dtype=torch.float32).get_input_embeddings()  # type: ignore[operator]
+    weights = SCHEMES[scheme].weights
+    assert weights is not None and isinstance(packed, PackedEmbedding)
+    expected = fake_quantize(table, weights)
+    for ids in (torch.tensor([[259, 0, 64], [63, 259, 127]]), torch.tensor([5]), torch.zeros(2, 0, dtype=torch.long)):
+        assert torch.equal(packed(ids), expected[ids])
+
+
 def test_other_codes_in_the_place_of_codes_are_what_runs(make_tiny_model: Callable[..., Any]) -> None:
     """What is settled before the first call follows tensors that are replaced, in every way that torch has."""
     model = make_tiny_model("llama")

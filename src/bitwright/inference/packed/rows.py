@@ -174,8 +174,12 @@ class PackedProduct:
         return MATMULS[self.layout].unpack(self._matrix(parts))
 
     def lookup(self, parts: Parts, ids: Tensor) -> Tensor:
-        """Some rows of all values, fp32 [*ids.shape, K]."""
-        return self.values(parts)[ids]
+        """Some rows, fp32 [*ids.shape, K]: by the layout where it reads rows alone, else of all values."""
+        rows = getattr(MATMULS[self.layout], "rows", None)
+        if rows is None:
+            return self.values(parts)[ids]
+        found: Tensor = rows(self._matrix(parts), ids.flatten())
+        return found.unflatten(0, ids.shape)
 
     def __str__(self) -> str:
         return f"{self.scheme}, layout {self.layout}"

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from bitwright.quantize.backends.cpu.features import DOT_PRODUCTS, PERMUTATIONS, lacks
 from bitwright.quantize.backends.cpu.matmul import BLOCK_COLUMNS
+from bitwright.quantize.backends.cpu.matmul_layout import TILE_ROWS
 from bitwright.quantize.backends.cpu.matmul_operands import NUM_PARTS
-from bitwright.quantize.backends.cpu.matmul_parts import parts_of, why_no_parts
+from bitwright.quantize.backends.cpu.matmul_parts import parts_of, tile_of, why_no_parts
 from bitwright.quantize.backends.cpu.matmul_product import multiply
 from bitwright.quantize.backends.cpu.matmul_token import TokenProduct, takes_pairs_as_they_are
 from bitwright.quantize.matmuls import PackedMatrix
@@ -77,6 +78,16 @@ class Planar:
     def unpack(self, matrix: PackedMatrix) -> Tensor:
         """fp32 [N, K], by way of the packed matrix."""
         return unpack(parts_of(matrix.scheme.text, matrix.shape).collect(dict(matrix.parts)))
+
+    def rows(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
+        """Some rows of `unpack`, fp32 [len(ids), K]: of the tiles that they lie in, each expanded once."""
+        parts = parts_of(matrix.scheme.text, matrix.shape)
+        tiles, place = torch.unique(ids // TILE_ROWS, return_inverse=True)
+        whole = [tile_of(parts, matrix.parts, tile) for tile in tiles.numpy().tolist()]
+        if not whole or any(tile is None for tile in whole):
+            return self.unpack(matrix)[ids]
+        values = torch.stack([unpack(tile) for tile in whole if tile is not None])
+        return values[place, ids % TILE_ROWS]
 
 
 MATMULS = (Planar(),)

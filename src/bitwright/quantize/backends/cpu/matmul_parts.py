@@ -11,6 +11,7 @@ Legend: N rows, K columns, R × G scales.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -111,6 +112,33 @@ class Parts:
             offsets=None if self.offsets is None else self.offsets.collect(parts["offsets"]),
             tensor_scale=parts.get("tensor_scale"),
         )
+
+
+def tile_of(parts: Parts, tensors: Mapping[str, Tensor], tile: int) -> PackedTensor | None:
+    """One tile as a packed matrix of 64 rows, filled up as it is; None where rows share scales across its ends."""
+    alone = parts_of(parts.scheme.text, (TILE_ROWS, parts.shape[1]))
+    sides, own_sides = ((some.scales, some.offsets) for some in (parts, alone))
+    picked = {"codes": tensors["codes"][tile : tile + 1]}
+    for name, side, own in zip(("scales", "offsets"), sides, own_sides, strict=True):
+        if side is None or own is None:
+            continue
+        if side.is_shared != own.is_shared:
+            return None
+        if not side.is_shared:
+            picked[name] = tensors[name][tile : tile + 1]
+        elif side.shape[0] == 1:
+            picked[name] = tensors[name]
+        else:
+            assert parts.scheme.scaling is not None
+            step = parts.scheme.scaling.granularity.group_rows(parts.shape[0])
+            if step % TILE_ROWS and TILE_ROWS % step:
+                return None
+            first = tile * TILE_ROWS // step
+            rows = torch.arange(first, first + own.shape[0]).clamp(max=side.shape[0] - 1)
+            picked[name] = tensors[name][rows]
+    if "tensor_scale" in tensors:
+        picked["tensor_scale"] = tensors["tensor_scale"]
+    return alone.collect(picked)
 
 
 def why_no_parts(scheme: TensorScheme, shape: tuple[int, int]) -> str | None:
