@@ -9,6 +9,11 @@ y = x Wᵀ with a weight that stays packed. What every layout keeps to:
 
 A packed product is therefore the product with the dequantised weight up to the order of an fp32 sum.
 
+Two members are a layout's own choice, for what is called once a token:
+
+    prepared(matrix)     a function of x [..., K] alone, with what follows from the weight settled
+    rows(matrix, ids)    some rows of `unpack`, without expanding the others
+
 Legend: M columns of x as kernels see it (tokens), N rows and K columns of the weight, R × G scales.
 """
 
