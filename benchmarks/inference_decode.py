@@ -23,7 +23,7 @@ from bitwright.models.load import load
 from bitwright.models.loaded import LoadedModel, from_memory
 from bitwright.plan import Plan
 
-DECODE_SCHEMES = ("int4_g128", "int8_w", "fp8_w", "fp6_w", "mxfp4")
+DECODE_SCHEMES = ("int4_g128", "int8_w", "fp8_w", "fp6_w", "mxfp4_w", "nvfp4_w")
 #: How many tokens per second of those in bf16, in the layers of 7B.
 DECODE_TARGETS = {"int4_g128": 3.0}
 #: How far bytes of weights in memory may be from those of the plan.
