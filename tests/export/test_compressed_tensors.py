@@ -285,6 +285,17 @@ def test_codes_that_were_found_with_data_do_not_share(loaded: LoadedModel) -> No
         share_tensor_scales(torn, loaded, "vllm")
 
 
+def test_zero_points_are_mixed_with_nothing_in_transformers(loaded: LoadedModel, tmp_path: Path) -> None:
+    """It reads all layers under the first group's settings once weights are dequantised, which zero points ask for."""
+    plan = planned(
+        loaded, lambda site: "int4_g64" if "attn" in site.role else "int4_g32_zp" if "mlp" in site.role else "bf16"
+    )
+    with pytest.raises(ExportError, match=r"transformers loads int4_g32_zp only where .*mlp.gate_proj"):
+        export(plan, loaded, "compressed-tensors", tmp_path / "out", engine="transformers")
+    notes = export(plan, loaded, "compressed-tensors", tmp_path / "out").notes
+    assert any("cannot load this" in note for note in notes)
+
+
 def test_rotations_are_refused(loaded: LoadedModel, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="without changes of inputs at run time, which hadamard needs"):
         export(uniform(loaded, "int4_g64", "signs"), loaded, "compressed-tensors", tmp_path / "out")

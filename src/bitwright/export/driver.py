@@ -27,7 +27,7 @@ from bitwright.models.loaded import LoadedModel
 from bitwright.models.sites import Site
 from bitwright.plan import Plan, SiteChoice
 from bitwright.plan.engine import Engine, get_engine
-from bitwright.plan.rules import ties, why_not
+from bitwright.plan.rules import runs_alone, ties, why_not
 from bitwright.plan.whole_folder import assembled_folder
 from bitwright.quantize import SCHEMES, TRANSFORMS
 from bitwright.quantize.catalogs import VALUE_SCHEMES
@@ -91,7 +91,7 @@ def examine(plan: Plan, to: str, *, engine: str | None = None) -> Findings:
     """
     exporter = EXPORTERS[to]
     chosen, reason = _engine_of(exporter, plan, engine)
-    found = [*_site_reasons(plan, exporter, chosen), *_tie_reasons(plan, chosen)]
+    found = [*_site_reasons(plan, exporter, chosen), *_tie_reasons(plan, chosen), *_mixing_reasons(plan, chosen)]
     whole = exporter.why_not_plan(plan)
     refused = _grouped(found)
     if whole is not None:
@@ -292,6 +292,20 @@ def _tie_reasons(plan: Plan, engine: Engine | None) -> Iterable[tuple[SiteChoice
                 yield choice, f"{together}, under one scheme, and the plan gives them several"
         elif engine is not None:
             yield from _seam_reasons(members, engine)
+
+
+def _mixing_reasons(plan: Plan, engine: Engine | None) -> Iterable[tuple[SiteChoice, str]]:
+    """Schemes that an engine loads where there is no other, in a plan that has others."""
+    coded = [choice for choice in plan.sites if choice.kind == "weight" and _has_codes(SCHEMES[choice.scheme])]
+    if engine is None or len({choice.scheme for choice in coded}) < 2:
+        return
+    for choice in coded:
+        if runs_alone(SCHEMES[choice.scheme], engine):
+            yield choice, f"{engine.name} loads {choice.scheme} only where it is the one scheme with codes"
+
+
+def _has_codes(scheme: Scheme) -> bool:
+    return scheme.weights is not None and scheme.weights.scaling is not None
 
 
 def _seam_reasons(members: Sequence[SiteChoice], engine: Engine) -> Iterable[tuple[SiteChoice, str]]:

@@ -90,6 +90,8 @@ class WeightKind(_Sourced):
     activation_timings: tuple[Literal["dynamic", "static"], ...] = ("dynamic",)
     #: Roles of sites at which it does not run.
     refused_roles: Names = ()
+    #: Whether it loads only where all matrices with codes are under one scheme.
+    alone: bool = False
 
 
 class ValueKind(_Sourced):

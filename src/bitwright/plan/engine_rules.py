@@ -67,14 +67,22 @@ def transform_reason(site: SiteFacts, transform: TransformFacts, engine: Engine)
 
 def negative_scales_allowed(scheme: Scheme, engine: Engine) -> bool:
     """Say whether the kind that a weight scheme is to an engine stores negative scales."""
+    return any(kind.negative_scales for kind in _kinds_of(scheme, engine))
+
+
+def runs_alone(scheme: Scheme, engine: Engine) -> bool:
+    """Say whether the kind that a weight scheme is to an engine goes with no other scheme of a model."""
+    kinds = _kinds_of(scheme, engine)
+    return bool(kinds) and all(kind.alone for kind in kinds)
+
+
+def _kinds_of(scheme: Scheme, engine: Engine) -> list[WeightKind]:
+    """The kinds of an engine's that a scheme is."""
     weights = scheme.weights
     if weights is None or weights.scaling is None:
-        return False
-    return any(
-        kind.negative_scales
-        for kind in engine.weights
-        if _difference(_weight_checks(kind, scheme, weights, weights.scaling)) is None
-    )
+        return []
+    checked = ((kind, _weight_checks(kind, scheme, weights, weights.scaling)) for kind in engine.weights)
+    return [kind for kind, checks in checked if _difference(checks) is None]
 
 
 def _difference(checks: Sequence[_Check]) -> tuple[int, str] | None:

@@ -17,7 +17,13 @@ from dataclasses import dataclass
 from bitwright.hardware import Device
 from bitwright.plan.device_rules import device_reason, device_value_reason, plain_formats, rule_of
 from bitwright.plan.engine import Engine, engines, get_engine
-from bitwright.plan.engine_rules import engine_reason, engine_value_reason, negative_scales_allowed, transform_reason
+from bitwright.plan.engine_rules import (
+    engine_reason,
+    engine_value_reason,
+    negative_scales_allowed,
+    runs_alone,
+    transform_reason,
+)
 from bitwright.plan.site_facts import SiteFacts, TransformFacts
 from bitwright.plan.ties import ties
 from bitwright.quantize.scheme import Scheme
@@ -33,6 +39,7 @@ __all__ = [
     "negative_scales_allowed",
     "remarks",
     "ruled_out",
+    "runs_alone",
     "ties",
     "why_not",
 ]

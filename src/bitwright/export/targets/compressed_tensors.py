@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from bitwright import formats
 from bitwright.export.coded_shards import write_coded_shards
+from bitwright.export.compressed_layouts import Layout, has_tensor_scale, layout_of
 from bitwright.export.folding import fold_factors
 from bitwright.export.modules import CodedModule, coded_modules, linear_modules, module_reasons, shared_scale_reasons
 from bitwright.export.source import ExportSource
@@ -56,81 +57,6 @@ _MIXED = "mixed-precision"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Layout:
-    """One way of storing codes, as a pattern over the facts of a scheme."""
-
-    name: str
-    #: Formats of the codes.
-    formats: tuple[str, ...]
-    scopes: tuple[str, ...]
-    #: Columns under one scale, where the layout fixes them.
-    group_size: int | None = None
-    scale_formats: tuple[str, ...] = ("fp16", "bf16", "fp32")
-    symmetries: tuple[str, ...] = ("symmetric",)
-    tensor_scale: bool = False
-    #: (format, scope, static) of inputs that go with it; None stands for inputs that are not rounded.
-    inputs: tuple[tuple[str, str, bool] | None, ...] = (None,)
-    #: `scale_dtype` of weights and inputs in the config.
-    scale_dtype: str | None = None
-
-
-_SIGNED = tuple(f"int{bits}" for bits in range(2, 9))
-_UNSIGNED = tuple(f"uint{bits}" for bits in range(2, 9))
-_LAYOUTS = (
-    _Layout(name="pack-quantized", formats=_SIGNED, scopes=("row", "group")),
-    _Layout(name="pack-quantized", formats=_UNSIGNED, scopes=("row", "group"), symmetries=("zero_point",)),
-    _Layout(
-        name="int-quantized",
-        formats=("int8",),
-        scopes=("tensor", "row"),
-        inputs=(("int8", "row", False), ("int8", "tensor", True)),
-    ),
-    _Layout(
-        name="float-quantized",
-        formats=("fp8_e4m3",),
-        scopes=("tensor", "row"),
-        inputs=(("fp8_e4m3", "row", False), ("fp8_e4m3", "tensor", True)),
-    ),
-    _Layout(
-        name="float-quantized",
-        formats=("fp8_e4m3",),
-        scopes=("block",),
-        group_size=128,
-        inputs=(("fp8_e4m3", "group", False),),
-    ),
-    _Layout(name="naive-quantized", formats=("fp8_e4m3",), scopes=("tensor", "row")),
-    _Layout(
-        name="nvfp4-pack-quantized",
-        formats=("fp4_e2m1",),
-        scopes=("group",),
-        group_size=16,
-        scale_formats=("fp8_e4m3",),
-        tensor_scale=True,
-        inputs=(None, ("fp4_e2m1", "two levels", True)),
-        scale_dtype="torch.float8_e4m3fn",
-    ),
-    _Layout(
-        name="mxfp4-pack-quantized",
-        formats=("fp4_e2m1",),
-        scopes=("group",),
-        group_size=32,
-        scale_formats=("e8m0",),
-        inputs=(None, ("fp4_e2m1", "group", False)),
-        scale_dtype="torch.uint8",
-    ),
-    _Layout(
-        name="mxfp8-quantized",
-        formats=("fp8_e4m3",),
-        scopes=("group",),
-        group_size=32,
-        scale_formats=("e8m0",),
-        inputs=(None, ("fp8_e4m3", "group", False)),
-        scale_dtype="torch.uint8",
-    ),
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CompressedTensors:
     """See the opening of this file."""
 
@@ -146,7 +72,7 @@ class CompressedTensors:
         scaling = scheme.weights.scaling
         if scaling is None:
             return None
-        layout, reason = _layout_of(scheme)
+        layout, reason = layout_of(scheme)
         if layout is None:
             return f"{_METHOD} {reason}"
         if choice.role == "embedding":
@@ -177,59 +103,6 @@ class CompressedTensors:
         return (*notes, *_notes(source, modules))
 
 
-# --- what the layouts hold --------------------------------------------------------------------------------------------
-
-
-def _layout_of(scheme: Scheme) -> tuple[_Layout | None, str]:
-    """The layout of a scheme, or what is missing, from the layout that came closest."""
-    reasons = [_first_difference(layout, scheme) for layout in _LAYOUTS]
-    found = next((layout for layout, reason in zip(_LAYOUTS, reasons, strict=True) if reason is None), None)
-    furthest = max((reason for reason in reasons if reason is not None), key=lambda reason: reason[0])
-    return found, furthest[1]
-
-
-def _first_difference(layout: _Layout, scheme: Scheme) -> tuple[int, str] | None:
-    """The first fact that does not fit, as (how many did before it, what is so instead)."""
-    weights = scheme.weights
-    assert weights is not None and weights.scaling is not None
-    scaling = weights.scaling
-    granularity = scaling.granularity
-    inputs = _inputs_of(scheme)
-    checks = (
-        (weights.format in layout.formats, f"has no {weights.format} codes"),
-        (scaling.symmetry in layout.symmetries, f"has no {weights.format} codes with a floating minimum"),
-        (granularity.scope in layout.scopes, f"has no {weights.format} codes under scales per {granularity}"),
-        (
-            layout.group_size is None or granularity.group_size == layout.group_size,
-            f"has {weights.format} codes under scales for {layout.group_size}, not for {granularity.group_size}",
-        ),
-        (scaling.scale_format in layout.scale_formats, f"has no {scaling.scale_format} scales of {weights.format}"),
-        (scaling.tensor_scale == layout.tensor_scale, f"has no second level of scales of {weights.format}"),
-        (scaling.element_exponent == 0, f"has no {weights.format} codes that stand for fractions"),
-        (inputs in layout.inputs, _spell_inputs(scheme)),
-    )
-    return next(((index, text) for index, (fits, text) in enumerate(checks) if not fits), None)
-
-
-def _inputs_of(scheme: Scheme) -> tuple[str, str, bool] | None:
-    if scheme.activations is None:
-        return None
-    scaling = scheme.activations.scaling
-    scope = "none" if scaling is None else "two levels" if scaling.tensor_scale else scaling.granularity.scope
-    return scheme.activations.format, scope, scheme.static_activations
-
-
-def _spell_inputs(scheme: Scheme) -> str:
-    inputs = scheme.activations
-    if inputs is not None and _has_tensor_scale(inputs):
-        return (
-            f"stores the tensor scale of {inputs.format} inputs, and {scheme.name} finds it on every call; "
-            "a scheme that finds it in calibration, or leaves inputs alone, can be written"
-        )
-    assert scheme.weights is not None
-    return f"has no {scheme.weights.format} weights with inputs in {'16 bits' if inputs is None else inputs}"
-
-
 def _why_not_values(choice: SiteChoice, scheme: ValueScheme) -> str | None:
     if scheme.values.scaling is None:
         return None
@@ -251,7 +124,7 @@ def _config(source: ExportSource, modules: Sequence[CodedModule]) -> dict[str, A
     groups: dict[str, list[CodedModule]] = {}
     for module in modules:
         groups.setdefault(module.scheme.name, []).append(module)
-    layouts = {name: _layout_of(members[0].scheme)[0] for name, members in groups.items()}
+    layouts = {name: layout_of(members[0].scheme)[0] for name, members in groups.items()}
     names = list(dict.fromkeys(layout.name for layout in layouts.values() if layout is not None))
     return {
         "quant_method": _METHOD,
@@ -266,7 +139,7 @@ def _config(source: ExportSource, modules: Sequence[CodedModule]) -> dict[str, A
     }
 
 
-def _group(name: str, members: Sequence[CodedModule], layout: _Layout | None) -> dict[str, Any]:
+def _group(name: str, members: Sequence[CodedModule], layout: Layout | None) -> dict[str, Any]:
     scheme = members[0].scheme
     assert layout is not None and scheme.weights is not None
     inputs = None
@@ -300,14 +173,10 @@ def _dynamic(scheme: Scheme) -> bool | str:
     """Whether scales of inputs are found on every call; "local": those of groups, in units of a static one."""
     if not scheme.static_activations:
         return True
-    return "local" if _has_tensor_scale(scheme.activations) else False
+    return "local" if has_tensor_scale(scheme.activations) else False
 
 
-def _has_tensor_scale(tensor: TensorScheme | None) -> bool:
-    return tensor is not None and tensor.scaling is not None and tensor.scaling.tensor_scale
-
-
-def _args(tensor: TensorScheme, layout: _Layout) -> dict[str, Any]:
+def _args(tensor: TensorScheme, layout: Layout) -> dict[str, Any]:
     """`QuantizationArgs` of weights or inputs."""
     number, scaling = formats.FORMATS[tensor.format], tensor.scaling
     assert scaling is not None
@@ -342,12 +211,12 @@ def _tensors_of(module: CodedModule) -> dict[str, Tensor]:
     """Part of the module's name → what is stored."""
     q = module.codes()
     packed = pack_codes(q)
-    layout = _layout_of(module.scheme)[0]
+    layout = layout_of(module.scheme)[0]
     assert layout is not None and packed.scales is not None
     parts = _STORED[layout.name](q, packed)
     if module.input_scale is not None:
         scale = module.input_scale.reshape(1).float()
-        is_second = _has_tensor_scale(module.scheme.activations)
+        is_second = has_tensor_scale(module.scheme.activations)
         parts |= {"input_global_scale": scale.reciprocal()} if is_second else {"input_scale": scale}
     return parts
 
@@ -439,13 +308,18 @@ def _notes(source: ExportSource, modules: Sequence[CodedModule]) -> Iterable[str
             "engines find the exponents of MX inputs in other ways than OCP's, which the plan has: compressed-tensors "
             "takes the next one where the largest number is 1.75 powers of two or more"
         )
-    if any(_has_tensor_scale(module.scheme.weights) for module in modules):
+    if any(has_tensor_scale(module.scheme.weights) for module in modules):
         yield "transformers with compressed-tensors multiplies NVFP4 weights in bf16, to which it rounds their values"
-    if any(scaling is not None and scaling.symmetry == "zero_point" for scaling in scalings.values()):
+    has_zero_points = any(s is not None and s.symmetry == "zero_point" for s in scalings.values())
+    has_experts = any(module.is_expert for module in modules)
+    if has_zero_points or has_experts:
+        what = " and ".join(["zero points"] * has_zero_points + ["experts"] * has_experts)
         yield (
-            "transformers with compressed-tensors 0.20 loads zero points with "
+            f"transformers with compressed-tensors 0.20 loads {what} with "
             "quantization_config=CompressedTensorsConfig(dequantize=True) only"
         )
+        if len({module.scheme.name for module in modules if not module.is_expert}) > 1:
+            yield "transformers reads all layers but experts under the settings of one group then: it cannot load this"
 
 
 def _rounds_to_mx(scheme: Scheme) -> bool:
