@@ -106,6 +106,7 @@ CASES: dict[str, tuple[Callable[[Any], LoadedModel], Callable[[LoadedModel], Pla
     "NVFP4, on vLLM's own emulation": (llama, fours, "fp32"),
     "a head under codes": (llama, with_head, "fp16"),
     "weights stored [in, out]": (gpt2, integers, "fp16"),
+    "int8 weights and inputs, stored [in, out]": (gpt2, lambda loaded: uniform(loaded, "int8"), "fp32"),
 }
 
 
