@@ -1,6 +1,7 @@
 """Running packed weights, measured against torch's bf16 in the same minutes.
 
     python benchmarks/inference.py matmul            products with packed weights: batch 1 and more
+    python benchmarks/inference.py processors        the same on what processors without AVX-512 have
     python benchmarks/inference.py decode            whole models, token by token: the built-in one, and layers of 7B
     python benchmarks/inference.py fp8               what FP8 costs in perplexity, uniform and planned, and in fallbacks
     python benchmarks/inference.py matmul --quick    small matrices, few turns: whether it runs; nothing is filed
@@ -11,8 +12,12 @@ Run it on an otherwise idle machine.
 matmul: y = x Wᵀ with W of 4096 × 11008 and 4096 × 4096, Gaussian, x in bf16, on all threads that torch has. What is
 compared runs in turn (`timing`): torch's linear layer on bf16 weights, the packed product, and a sum over the packed
 bytes, which is as fast as memory is. Weights are rotated through copies that no cache holds together, all of them in
-huge pages. Filed besides: the ways to multiply more tokens, each at several numbers of them, which is where the limits
-in `quantize/backends/cpu/matmul.py` come from.
+huge pages. Every way in which the catalog stores weights is there once, under the name of its first scheme. Filed
+besides: the ways to multiply more tokens, each at several numbers of them, which is where the limits in
+`quantize/backends/cpu/matmul_ways.py` come from.
+
+processors: the same product compiled for processors that have less than this one, by a process of its own for each, in
+which torch may not use more either; against torch's linear layer in bf16 and in fp32.
 
 decode, fp8: see `inference_decode.py`, `inference_fp8.py`.
 """
@@ -24,6 +29,7 @@ import dataclasses
 import itertools
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,8 +44,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from bitwright.quantize import SCHEMES, PackedMatrix, TensorScheme, pack, packed_matmul, select_matmul, unpack
+from bitwright.quantize.backends.cpu.features import processor_features
+from bitwright.quantize.backends.cpu.matmul import DIRECT, EXPANDED, SCALED
 from bitwright.quantize.backends.cpu.matmul_parts import parts_of
-from bitwright.quantize.backends.cpu.matmul_product import multiply
+from bitwright.quantize.backends.cpu.matmul_product import multiply, way_of_parts
+from bitwright.quantize.backends.cpu.matmul_ways import Step
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "numba", "llvmlite", "numpy")
@@ -59,17 +68,23 @@ def write(part: str, content: dict[str, Any], load: float | None) -> None:
 SHAPES = ((4096, 11008), (4096, 4096))
 #: How often it should be as fast as bf16 at batch 1, of those with a target.
 TARGETS = {"int4_g128": 4.5, "int8_w": 2.0, "fp8_w": 1.8, "fp6_w": 2.0}
-#: The same of all at batch 16.
-BATCH_TARGET = (16, 0.9)
-MATMUL_SCHEMES = (
-    "int4_g128", "int4_g32", "int4_g128_zp", "int3_g64", "int8_w", "int8_g128", "fp8_w", "fp8_block", "fp6_w", "mxfp8",
-    "mxfp6", "mxfp4", "nvfp4",
-)  # fmt: skip
-TOKENS = (1, 4, 16)
+#: The same at larger batches, of all that take fewer bytes than bf16.
+BATCH_TARGET = 0.9
+#: Every way in which the catalog stores weights, by its first scheme.
+MATMUL_SCHEMES = tuple(
+    {scheme.weights: scheme.name for scheme in reversed(list(SCHEMES.values())) if scheme.weights is not None}.values()
+)[::-1]
+TOKENS = (1, 2, 4, 8, 16, 32, 64)
 #: Copies of a weight take at least so many bytes together, several times the largest cache.
 ROTATED_BYTES = 160_000_000
-WAYS = ("int4_g128", "int8_w", "fp8_w")
-WAYS_SHAPE, WAYS_TOKENS = (4096, 4096), (8, 16, 64, 512)
+WAYS = ("int4_g128", "int8_w", "fp8_w", "nvfp4", "bfp8")
+WAYS_STEPS = {
+    "in registers, for four tokens at a time": Step(mode=DIRECT, columns=4, vectors=4),
+    "in registers, for eight": Step(mode=DIRECT, columns=8, vectors=2),
+    "once, to the first cache": Step(mode=EXPANDED, columns=4, vectors=4),
+    "the same, times scales": Step(mode=SCALED, columns=4, vectors=4),
+}
+WAYS_SHAPE, WAYS_TOKENS = (4096, 4096), (2, 4, 8, 16, 64, 512)
 #: Seconds that the turns of one comparison take, about.
 _COMPARISON_S = 0.5
 
@@ -90,8 +105,10 @@ def measure_matmul(*, quick: bool) -> None:
     ways = [row for name in WAYS for row in way_rows(name, (256, 512) if quick else WAYS_SHAPE, quick)]
     for row in ways:
         print(row)
-    missed = [spell_row(row) for row in rows if row["target"] is not None and row["ratio"] < row["target"]]
-    print("\n".join(["below its target:", *missed]) if missed else "every target is met")
+    with_target = [row for row in rows if row["target"] is not None]
+    missed = [f"{spell_row(row)}, wanted {row['target']}" for row in with_target if row["ratio"] < row["target"]]
+    met = f"{len(with_target) - len(missed)} of {len(with_target)} targets are met"
+    print("\n".join([f"{met}; below theirs:", *missed]) if missed else met)
     if not quick:
         write("matmul", {"products": rows, "ways": ways}, load)
 
@@ -121,8 +138,15 @@ def product_rows(name: str, shape: tuple[int, int], weights: Iterator[Tensor], q
             "ratio_of_fastest": taken["bf16"].min_ms / taken["packed"].min_ms,
             "gb_per_s": matrix.nbytes / taken["packed"].median_ms / 1e6,
             "share_of_reading": taken["read"].median_ms / taken["packed"].median_ms,
-            "target": TARGETS.get(name) if tokens == 1 else BATCH_TARGET[1] if tokens == BATCH_TARGET[0] else None,
+            "target": target_of(name, tokens, matrix.nbytes < _bytes(shape, 16)),
         }
+
+
+def target_of(name: str, tokens: int, is_smaller: bool) -> float | None:
+    """How often it should be as fast as bf16; None without a target."""
+    if tokens == 1:
+        return TARGETS.get(name)
+    return BATCH_TARGET if is_smaller else None
 
 
 def way_rows(name: str, shape: tuple[int, int], quick: bool) -> Iterator[dict[str, Any]]:
@@ -130,12 +154,17 @@ def way_rows(name: str, shape: tuple[int, int], quick: bool) -> Iterator[dict[st
     packed = pack(torch.randn(shape), scheme_of(name))
     weight, parts = in_huge_pages(packed.unpack().bfloat16()), parts_of(packed.scheme.text, packed.shape)
     tensors = parts.lay(packed)
+    steps = way_of_parts(parts, torch.bfloat16, processor_features()).steps
+    is_scaled = any(step.mode == SCALED for step in steps)
     for tokens in WAYS_TOKENS:
         x = torch.randn(tokens, shape[1]).bfloat16()
         calls: dict[str, Callable[[], object]] = {
             "bf16": lambda x=x: linear(x, weight),
-            "expanded in registers, for four tokens at a time": lambda x=x: multiply(x, parts, tensors, direct=len(x)),
-            "expanded to the first cache": lambda x=x: multiply(x, parts, tensors),
+            **{
+                words: lambda x=x, step=step: multiply(x, parts, tensors, step=step)
+                for words, step in WAYS_STEPS.items()
+                if step.mode != SCALED or is_scaled
+            },
             "expanded to memory, for torch's bf16": lambda x=x: linear(x, unpack(packed, torch.bfloat16)),
         }
         taken = in_turn(calls, repetitions_of(calls, quick))
@@ -201,6 +230,76 @@ def spell_row(row: dict[str, Any]) -> str:
     )
 
 
+# --- processors: what others have -------------------------------------------------------------------------------------
+
+#: What a process is told that its processor has: for our kernels, and for torch and what multiplies for it.
+PROCESSORS = {
+    "AVX2 (Haswell, Zen 1 to 3)": {
+        "NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": "", "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    },
+    "AVX-512 without bf16 (Skylake, Cascade Lake)": {
+        "NUMBA_CPU_NAME": "skylake-avx512", "NUMBA_CPU_FEATURES": "", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+    },
+}  # fmt: skip
+PROCESSOR_SCHEMES = ("int4_g128", "int4_g32_zp", "int8_w", "fp8_w", "fp6_w", "mxfp4", "nvfp4", "nf4_g64")
+PROCESSOR_TOKENS = (1, 4, 16)
+#: Names the processor that a process of its own stands for.
+_STANDS_FOR = "BITWRIGHT_BENCHMARK_PROCESSOR"
+
+
+def measure_processors(*, quick: bool) -> None:
+    """Packed products on what other processors have."""
+    load = load_average()
+    if (name := os.environ.get(_STANDS_FOR)) is not None:
+        rows = [row for scheme in PROCESSOR_SCHEMES for row in processor_rows(scheme, quick)]
+        print(json.dumps([{"processor": name, **row} for row in rows]))
+        return
+    found: list[dict[str, Any]] = []
+    for name, settings in PROCESSORS.items():
+        command = [sys.executable, __file__, "processors", "--threads", str(torch.get_num_threads())]
+        said = subprocess.run(
+            [*command, *(["--quick"] if quick else [])],
+            env={**os.environ, **settings, _STANDS_FOR: name}, capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        found += json.loads(said)
+        for row in found:
+            if row["processor"] == name:
+                print(
+                    f"{name:45s} {row['scheme']:11s} {row['tokens']:3d} tokens  {row['packed_ms']['median_ms']:8.3f} ms"
+                    f"  {row['ratio']:6.2f} x bf16, {row['ratio_of_fp32']:5.2f} x fp32  {row['how']}"
+                )
+    if not quick:
+        write("processors", {"products": found}, load)
+
+
+def processor_rows(name: str, quick: bool) -> Iterator[dict[str, Any]]:
+    """One scheme, at several numbers of tokens."""
+    shape = (256, 512) if quick else WAYS_SHAPE
+    weights = rotated(lambda: in_huge_pages(torch.randn(shape).bfloat16()), _bytes(shape, 16), quick)
+    wide = rotated(lambda: in_huge_pages(torch.randn(shape)), _bytes(shape, 32), quick)
+    matrix = matrix_of(name, shape)
+    copies = rotated(lambda: copy_of(matrix), matrix.nbytes, quick)
+    for tokens in PROCESSOR_TOKENS:
+        x = torch.randn(tokens, shape[1]).bfloat16()
+        wide_x = x.float()
+        calls: dict[str, Callable[[], object]] = {
+            "bf16": lambda x=x: linear(x, next(weights)),
+            "fp32": lambda x=wide_x: linear(x, next(wide)),
+            "packed": lambda x=x: packed_matmul(x, next(copies)),
+        }
+        taken = in_turn(calls, repetitions_of(calls, quick))
+        yield {
+            "scheme": name,
+            "shape": list(shape),
+            "tokens": tokens,
+            "how": select_matmul(matrix.scheme, shape, "cpu", x.dtype).layout.how(tokens, matrix, x.dtype),
+            **{f"{call}_ms": dataclasses.asdict(timing) for call, timing in taken.items()},
+            "ratio": taken["bf16"].median_ms / taken["packed"].median_ms,
+            "ratio_of_fp32": taken["fp32"].median_ms / taken["packed"].median_ms,
+        }
+
+
 def _bytes(shape: tuple[int, int], bits: int) -> int:
     return shape[0] * shape[1] * bits // 8
 
@@ -221,6 +320,7 @@ def filing(part: str, measure: Callable[..., dict[str, Any]]) -> Callable[..., N
 
 PARTS: dict[str, Callable[..., None]] = {
     "matmul": measure_matmul,
+    "processors": measure_processors,
     "decode": filing("decode", inference_decode.measure),
     "fp8": filing("fp8", inference_fp8.measure),
 }

@@ -18,19 +18,28 @@ from torch import Tensor
 
 from bitwright import formats
 from bitwright.quantize import MATMULS, SCHEMES, PackedTensor, TensorScheme, pack, packed_matmul, select_matmul
-from bitwright.quantize.backends.cpu.features import DOT_PRODUCTS, PERMUTATIONS, lacks
+from bitwright.quantize.backends.cpu.features import processor_features
+from bitwright.quantize.backends.cpu.matmul import DIRECT, EXPANDED, SCALED
 from bitwright.quantize.backends.cpu.matmul_parts import parts_of
-from bitwright.quantize.backends.cpu.matmul_product import MAX_COLUMNS, multiply
+from bitwright.quantize.backends.cpu.matmul_product import MAX_TOKENS, multiply, way_of_parts
+from bitwright.quantize.backends.cpu.matmul_ways import Step
 from bitwright.quantize.granularity import spread
 from bitwright.quantize.matmuls import PackedMatrix
 from bitwright.quantize.pack import unpack_codes
+from bitwright.quantize.packed_matmul import prepare_matmul
 
 #: Schemes beyond the catalog that meet what it leaves out: scales of 8 bits and offsets that rows share, ragged tables.
 FURTHER = ("fp8 without -0", "fp4 with fp6 scales", "zero point per tensor", "signed zero points", "minima of blocks")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Rows and columns: primes; fewer columns than a group, and than a tile has rows.
 SHAPES = ((67, 331), (3, 13))
-NUM_TOKENS = {torch.bfloat16: (0, 1, 3, 16, 33), torch.float16: (1, 5), torch.float32: (0, 1, 3)}
+NUM_TOKENS = {torch.bfloat16: (0, 1, 3, 33), torch.float16: (1,), torch.float32: (0, 1, 3)}
+#: What kernels make use of: of no processor in particular, and of those without dot products of bf16.
+PROCESSORS = {
+    "any": frozenset[str](),
+    "permutations of words": frozenset({"avx512f", "avx512bw"}),
+    "permutations of bytes": frozenset({"avx512f", "avx512bw", "avx512vbmi"}),
+}
 #: One of each kind of codes, of scales and of offsets.
 KINDS = ("int4_g64", "int4_g32_zp", "int4_g32_min", "int3_g64", "int8_w", "fp8_block", "fp6_w", "nvfp4", "nf4_g64")
 
@@ -111,16 +120,45 @@ def test_products_of_the_layout_without_exceptions(name: str, monkeypatch: pytes
         Exact(packed).raise_if_off(packed_matmul(x.to(dtype), matrix), x.to(dtype))
 
 
-@pytest.mark.skipif(bool(lacks(PERMUTATIONS)), reason="the processor has no permutations of whole registers")
-@pytest.mark.parametrize("has_dot", [False, pytest.param(True, marks=pytest.mark.skipif(
-    bool(lacks(DOT_PRODUCTS)), reason="the processor has no dot products of bf16"))])  # fmt: skip
-@pytest.mark.parametrize("name", ["int4_g64", "fp8_w", "fp6_w"])
-def test_both_ways_to_multiply(name: str, has_dot: bool) -> None:
+@pytest.mark.parametrize("processor", list(PROCESSORS))
+@pytest.mark.parametrize("name", ["int4_g64", "int4_g32_zp", "fp8_w", "fp6_w", "nvfp4", "nf4_g64"])
+def test_processors_that_have_less(name: str, processor: str) -> None:
+    features = PROCESSORS[processor]
+    if missing := features - processor_features():
+        pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
     packed = pack(gaussian(67, 331), scheme_of(name))
     parts = parts_of(packed.scheme.text, packed.shape)
-    for tokens, direct in ((1, 4), (4, 4), (9, 4), (9, 12)):
+    for tokens in (1, 9):
         x = gaussian(tokens, 331, seed=tokens).bfloat16()
-        Exact(packed).raise_if_off(multiply(x, parts, parts.lay(packed), has_dot=has_dot, direct=direct), x)
+        Exact(packed).raise_if_off(multiply(x, parts, parts.lay(packed), features=features), x)
+
+
+@pytest.mark.parametrize("name", ["int4_g64", "bfp8"])
+def test_whatever_is_done_with_a_run_of_codes(name: str) -> None:
+    packed = pack(gaussian(67, 331), scheme_of(name))
+    parts = parts_of(packed.scheme.text, packed.shape)
+    tensors, x = parts.lay(packed), gaussian(9, 331, seed=1).bfloat16()
+    for mode, columns, vectors in ((DIRECT, 4, 4), (DIRECT, 8, 2), (EXPANDED, 4, 4), (EXPANDED, 4, 1)):
+        step = Step(mode=mode, columns=columns, vectors=vectors)
+        Exact(packed).raise_if_off(multiply(x, parts, tensors, step=step), x)
+
+
+@pytest.mark.parametrize("name", ["bfp8", "nvfp4", "mxfp8"])
+def test_codes_multiplied_by_their_scales(name: str) -> None:
+    """Scales of usual size, and of any: those are left for the sums."""
+    scheme = scheme_of(name)
+    for size in (1.0, 2.0**-90, 2.0**70):
+        if size != 1.0 and scheme.scaling is not None and scheme.scaling.tensor_scale:
+            continue
+        weight = gaussian(67, 331)
+        weight[:, 100:150] *= size
+        packed = pack(weight, scheme)
+        parts = parts_of(packed.scheme.text, packed.shape)
+        for dtype in (torch.bfloat16, torch.float32):
+            assert SCALED in {step.mode for step in way_of_parts(parts, dtype, processor_features()).steps}
+            x = gaussian(9, 331, seed=1).to(dtype)
+            step = Step(mode=SCALED, columns=4, vectors=4)
+            Exact(packed).raise_if_off(multiply(x, parts, parts.lay(packed), step=step), x)
 
 
 @pytest.mark.parametrize("name", ["int4_g32_zp", "fp8_block", "nvfp4"])
@@ -136,11 +174,16 @@ def test_several_threads(name: str) -> None:
         torch.set_num_threads(before)
 
 
+def test_one_token_of_codes_that_bf16_does_not_hold() -> None:
+    packed, x = pack(gaussian(67, 330), scheme_of("nf4_g64")), gaussian(1, 330).bfloat16()
+    Exact(packed).raise_if_off(prepare_matmul(prepared(packed))(x), x)
+
+
 def test_more_tokens_than_one_call_takes() -> None:
     packed = pack(gaussian(70, 64), scheme_of("int4_g32_zp"))
     matrix = prepared(packed)
     for dtype in DTYPES:
-        x = gaussian(MAX_COLUMNS + 3, 64).to(dtype)
+        x = gaussian(MAX_TOKENS + 3, 64).to(dtype)
         Exact(packed).raise_if_off(packed_matmul(x, matrix), x)
 
 

@@ -9,10 +9,8 @@ y = x Wᵀ with a weight that stays packed. What every layout keeps to:
 
 A packed product is therefore the product with the dequantised weight up to the order of an fp32 sum.
 
-Two members are a layout's own choice, for what is called once a token:
-
-    prepared(matrix)     a function of x [..., K] alone, with what follows from the weight settled
-    rows(matrix, ids)    some rows of `unpack`, without expanding the others
+One member is a layout's own choice, for what is called once a token: `prepared(matrix)`, a function of x [..., K]
+alone, with what follows from the weight settled.
 
 Legend: M columns of x as kernels see it (tokens), N rows and K columns of the weight, R × G scales.
 """
@@ -75,6 +73,9 @@ class MatmulLayout(Protocol):
 
     def how(self, num_tokens: int, matrix: PackedMatrix, dtype: torch.dtype) -> str:
         """What `multiply` does for so many tokens, and why."""
+
+    def rows(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
+        """Rows of what `unpack` gives, fp32 [n, K], by their numbers, int64 [n]: what an embedding reads."""
 
     def unpack(self, matrix: PackedMatrix) -> Tensor:
         """The weight, fp32 [N, K]: what `PackedTensor.unpack` gives, bit for bit."""

@@ -1,4 +1,7 @@
-"""Weights that torch multiplies as they are stored: floats of a dtype that x has too, without scales."""
+"""Weights that torch multiplies as they are stored: floats, without scales, of a dtype that holds every number of x.
+
+x is widened to that dtype where it is another one, exactly, and y rounded to that of x.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,13 @@ class AsStored:
     preference: int = 0
 
     def why_not(self, scheme: TensorScheme, shape: tuple[int, int], device_type: str, dtype: torch.dtype) -> str | None:
-        """Codes under scales, and weights of another dtype than x."""
+        """Codes under scales, and weights of a dtype that does not hold x."""
         if scheme.scaling is not None:
             return "torch's linear layer takes values, not codes and scales"
         stored = stored_dtype(formats.FORMATS[scheme.format])
-        return None if stored == dtype else f"weights in {scheme.format} are not multiplied with {dtype} as they are"
+        if stored in (dtype, torch.float32):  # which holds whatever x may be
+            return None
+        return f"weights in {scheme.format} are not multiplied with {dtype} as they are"
 
     def prepare(self, packed: PackedTensor) -> PackedMatrix:
         """The values as a tensor of their dtype."""
@@ -37,11 +42,16 @@ class AsStored:
 
     def multiply(self, x_MK: Tensor, matrix: PackedMatrix) -> Tensor:
         """x Wᵀ; see `MatmulLayout`."""
-        return torch.nn.functional.linear(x_MK, matrix.parts["weight"])
+        weight = matrix.parts["weight"]
+        return torch.nn.functional.linear(x_MK.to(weight.dtype), weight).to(x_MK.dtype)
 
     def how(self, num_tokens: int, matrix: PackedMatrix, dtype: torch.dtype) -> str:
         """The same for any number of tokens."""
         return f"torch's linear layer in {matrix.scheme.format}"
+
+    def rows(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
+        """Some rows, fp32 [n, K]; see `MatmulLayout`."""
+        return matrix.parts["weight"][ids].float()
 
     def unpack(self, matrix: PackedMatrix) -> Tensor:
         """fp32 [N, K]."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from bitwright import formats
 from bitwright.quantize.matmuls import PackedMatrix
 from bitwright.quantize.pack import PackedTensor, why_not_pack
+from bitwright.quantize.packed_rows import packed_rows
 from bitwright.quantize.quantize import unpack
 from bitwright.quantize.scheme import TensorScheme
 
@@ -61,6 +62,10 @@ class Dequantise:
         """The same for any number of tokens."""
         step = min(_rows_at_once(_packed_of(matrix)), matrix.shape[0])
         return f"{step} of {matrix.shape[0]} rows at a time expanded to fp32, and multiplied by torch in fp32"
+
+    def rows(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
+        """Some rows, fp32 [n, K]; see `MatmulLayout`."""
+        return unpack(packed_rows(_packed_of(matrix), ids))
 
     def unpack(self, matrix: PackedMatrix) -> Tensor:
         """fp32 [N, K]."""

@@ -1,7 +1,8 @@
 """Codes in planes over tiles of 64 rows, expanded in vector registers: products at the speed of memory on a CPU.
 
-Where codes lie is `backends/cpu/matmul_layout.py`, what is kept beside them `matmul_parts.py`, how they are expanded
-`matmul_lanes.py` and multiplied `matmul.py` there. It takes the bytes of the packed matrix, filled up to whole tiles.
+Where codes lie is `backends/cpu/matmul_layout.py`, what is kept beside them `matmul_parts.py`; how codes become numbers
+is `matmul_numbers.py` and `matmul_expand.py`, which way a product goes `matmul_ways.py`, and the kernel `matmul.py`
+there. It takes the bytes of the packed matrix, filled up to whole tiles.
 """
 
 from __future__ import annotations
@@ -12,12 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bitwright.quantize.backends.cpu.features import DOT_PRODUCTS, PERMUTATIONS, lacks
-from bitwright.quantize.backends.cpu.matmul import BLOCK_COLUMNS
-from bitwright.quantize.backends.cpu.matmul_layout import TILE_ROWS
-from bitwright.quantize.backends.cpu.matmul_operands import NUM_PARTS
-from bitwright.quantize.backends.cpu.matmul_parts import parts_of, tile_of, why_no_parts
-from bitwright.quantize.backends.cpu.matmul_product import multiply
+from bitwright.quantize.backends.cpu.features import processor_features
+from bitwright.quantize.backends.cpu.matmul_parts import parts_of, why_no_parts
+from bitwright.quantize.backends.cpu.matmul_product import multiply, way_of_parts
 from bitwright.quantize.backends.cpu.matmul_token import TokenProduct, takes_pairs_as_they_are
 from bitwright.quantize.matmuls import PackedMatrix
 from bitwright.quantize.pack import PackedTensor
@@ -27,18 +25,16 @@ from bitwright.quantize.scheme import TensorScheme
 
 @dataclass(frozen=True, slots=True)
 class Planar:
-    """Our own kernels, for processors with permutations of whole registers."""
+    """Our own kernels, for processors of any kind."""
 
     name: str = "planar"
     description: str = "codes in planes, expanded in vector registers"
     preference: int = 10
 
     def why_not(self, scheme: TensorScheme, shape: tuple[int, int], device_type: str, dtype: torch.dtype) -> str | None:
-        """Why a weight is not kept in planes: the device, the processor, its codes, scales or groups."""
+        """Why a weight is not kept in planes: the device, its codes, scales or groups."""
         if device_type != "cpu":
             return f"its kernels run on a CPU, not on {device_type}"
-        if missing := lacks(PERMUTATIONS):
-            return f"the processor has no permutations of whole registers ({', '.join(sorted(missing))})"
         return why_no_parts(scheme, shape)
 
     def prepare(self, packed: PackedTensor) -> PackedMatrix:
@@ -65,29 +61,18 @@ class Planar:
 
     def how(self, num_tokens: int, matrix: PackedMatrix, dtype: torch.dtype) -> str:
         """Which kernel runs, and why."""
-        columns = num_tokens * NUM_PARTS[dtype]
-        products = "bf16 dot products" if not lacks(DOT_PRODUCTS) else "fp32 products: the processor has none of bf16"
-        parts = "" if columns == num_tokens else f" ({NUM_PARTS[dtype]} bf16 of each number of x)"
-        if columns <= BLOCK_COLUMNS:
-            return f"codes expanded in registers, once for all of {columns} columns{parts}; {products}"
-        return (
-            f"codes expanded to bf16 in the first cache, 64 rows of 128 columns at a time: {columns} columns{parts} "
-            f"are more than the {BLOCK_COLUMNS} that registers hold; {products}"
-        )
+        parts = parts_of(matrix.scheme.text, matrix.shape)
+        return way_of_parts(parts, dtype, processor_features()).spelled(num_tokens)
+
+    def rows(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
+        """Some rows, fp32 [n, K]; see `MatmulLayout`."""
+        if len(ids) == 0:
+            return torch.empty(0, matrix.shape[1])
+        return unpack(parts_of(matrix.scheme.text, matrix.shape).rows(dict(matrix.parts), ids))
 
     def unpack(self, matrix: PackedMatrix) -> Tensor:
         """fp32 [N, K], by way of the packed matrix."""
         return unpack(parts_of(matrix.scheme.text, matrix.shape).collect(dict(matrix.parts)))
-
-    def rows(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
-        """Some rows of `unpack`, fp32 [len(ids), K]: of the tiles that they lie in, each expanded once."""
-        parts = parts_of(matrix.scheme.text, matrix.shape)
-        tiles, place = torch.unique(ids // TILE_ROWS, return_inverse=True)
-        whole = [tile_of(parts, matrix.parts, tile) for tile in tiles.numpy().tolist()]
-        if not whole or any(tile is None for tile in whole):
-            return self.unpack(matrix)[ids]
-        values = torch.stack([unpack(tile) for tile in whole if tile is not None])
-        return values[place, ids % TILE_ROWS]
 
 
 MATMULS = (Planar(),)

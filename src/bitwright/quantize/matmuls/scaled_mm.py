@@ -26,6 +26,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from bitwright.quantize.matmuls import PackedMatrix
 from bitwright.quantize.matmuls.dequantise import Dequantise
 from bitwright.quantize.pack import PackedTensor
+from bitwright.quantize.packed_rows import packed_rows
 from bitwright.quantize.quantize import unpack
 from bitwright.quantize.scaled_recipes import Recipe, nvidia_capability, recipe_of, why_not_codes
 from bitwright.quantize.scheme import TensorScheme
@@ -67,6 +68,10 @@ class ScaledMm:
     def how(self, num_tokens: int, matrix: PackedMatrix, dtype: torch.dtype) -> str:
         """Of numbers, as "dequantise" does."""
         return f"x are numbers: {_NUMBERS.how(num_tokens, _NUMBERS.prepare(_packed_of(matrix)), dtype)}"
+
+    def rows(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
+        """Some rows, fp32 [n, K]; see `MatmulLayout`."""
+        return unpack(packed_rows(_packed_of(matrix), ids))
 
     def unpack(self, matrix: PackedMatrix) -> Tensor:
         """fp32 [N, K], by way of the packed matrix."""

@@ -17,6 +17,7 @@ from bitwright.quantize.backends.triton.matmul import multiply, operands_of
 from bitwright.quantize.backends.triton.matmul_call import call_of, split_of, why_no_call
 from bitwright.quantize.matmuls import PackedMatrix
 from bitwright.quantize.pack import PackedTensor
+from bitwright.quantize.packed_rows import packed_rows
 from bitwright.quantize.quantize import unpack
 from bitwright.quantize.scheme import TensorScheme
 
@@ -62,11 +63,19 @@ class TritonPacked:
         pieces = "" if x_parts == w_parts == 1 else f" ({x_parts} of each number of x, {w_parts} of each code)"
         return f"matrix units multiply {num_tokens} tokens with codes in {str(element)[6:]}{pieces}{shared}"
 
+    def rows(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
+        """Some rows, fp32 [n, K], by way of all codes; see `MatmulLayout`."""
+        return unpack(packed_rows(self._packed_of(matrix), ids))
+
     def unpack(self, matrix: PackedMatrix) -> Tensor:
         """fp32 [N, K], by way of the packed matrix."""
+        return unpack(self._packed_of(matrix))
+
+    def _packed_of(self, matrix: PackedMatrix) -> PackedTensor:
+        """Undo `prepare`."""
         others = {name: part for name, part in matrix.parts.items() if name != "codes"}
         codes = call_of(matrix.scheme.text, matrix.shape).chunks.collect(matrix.parts["codes"])
-        return unpack(PackedTensor(scheme=matrix.scheme, shape=matrix.shape, codes=codes, **others))
+        return PackedTensor(scheme=matrix.scheme, shape=matrix.shape, codes=codes, **others)
 
 
 MATMULS = (TritonPacked(),)

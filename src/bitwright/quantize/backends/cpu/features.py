@@ -6,10 +6,16 @@ from functools import cache
 
 from numba.core.registry import cpu_target
 
-#: Permutations of words within a register and across two, and of bytes across two.
-PERMUTATIONS = frozenset({"avx512f", "avx512bw", "avx512vbmi"})
+#: Registers of sixteen fp32 numbers, 32 of them, and permutations of those.
+WIDE_REGISTERS = frozenset({"avx512f"})
+#: Permutations of words within a register and across two.
+WORD_PERMUTATIONS = frozenset({"avx512f", "avx512bw"})
+#: Permutations of bytes across two registers.
+BYTE_PERMUTATIONS = frozenset({"avx512f", "avx512bw", "avx512vbmi"})
+#: Any of these converts fp16 to fp32.
+HALF_CONVERSIONS = frozenset({"f16c", "avx512f", "neon", "fp-armv8", "zvfh"})
 #: Dot products of pairs of bf16.
-DOT_PRODUCTS = frozenset({"avx512bf16"})
+DOT_PRODUCTS = frozenset({"avx512f", "avx512bf16"})
 
 
 @cache
@@ -17,8 +23,3 @@ def processor_features() -> frozenset[str]:
     """Features that Numba compiles for; its settings may name fewer than the processor has."""
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
     return frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
-
-
-def lacks(needed: frozenset[str]) -> frozenset[str]:
-    """Those of the needed features that the processor does not have."""
-    return needed - processor_features()

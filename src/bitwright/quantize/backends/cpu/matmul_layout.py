@@ -13,6 +13,8 @@ In general a *unit* of n vectors holds 16 n / b code vectors: each word ⌊16 / 
 the bits that are left at the top of the words, one after the other, the rest of the codes. No bit is wasted; a matrix
 is filled up to whole tiles and units only.
 
+Of 16 bits, which are numbers as they stand, a word holds one.
+
 Columns of a group of scales are filled up to whole units by themselves, so that no unit straddles two groups.
 
 Rejected: codes as they are packed in files (each row of a tile would need shifts of its own, and a horizontal sum at
@@ -27,10 +29,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
-
-from bitwright.quantize.backends.cpu.arrays import run_rows
-from bitwright.quantize.backends.cpu.team import in_team
 
 #: Rows of a tile; rows of a code vector.
 TILE_ROWS, VECTOR_ROWS = 64, 16
@@ -75,7 +73,7 @@ class Unit:
 
 @cache
 def unit_of(bits: int) -> Unit:
-    """The unit of codes of 1 to 8 bits."""
+    """The unit of codes of 1 to 8 bits, and of 16."""
     num_whole, rest = divmod(WORD_BITS, bits)
     num_vectors = 1
     while rest * num_vectors % bits:
@@ -159,97 +157,6 @@ class Tiles:
 def pair_bytes(bits: int) -> int:
     """Bytes of a pair of columns of a tile."""
     return 2 * TILE_ROWS * bits // 8
-
-
-# --- the definition, code by code -------------------------------------------------------------------------------------
-
-
-@cache
-def pieces_of(bits: int) -> npt.NDArray[np.int64]:
-    """Pieces of each code vector of a unit: int64 [code vectors, pieces, 4]; those of no bits are none."""
-    codes = unit_of(bits).codes
-    pieces = np.zeros((len(codes), max(map(len, codes)), 4), np.int64)
-    for i, code in enumerate(codes):
-        for j, piece in enumerate(code):
-            pieces[i, j] = piece.vector, piece.shift, piece.num_bits, piece.target
-    return pieces
-
-
-@njit(nogil=True, error_model="numpy", cache=True)
-def lay_tiles(stream, words, places, first, last, pieces, num_vectors, bits):  # type: ignore[no-untyped-def]
-    """Codes to tiles first … last. stream: uint8 [N, bytes] (`quantize/pack.py`); words: uint16 [tiles, vectors, 32],
-    zeros; places: where columns lie (`Tiles.column_places`)."""
-    num_codes, num_pieces = pieces.shape[:2]
-    for tile in range(first, last):
-        for column in range(places.size):
-            for row in range(min(64, stream.shape[0] - tile * 64)):
-                bit = column * bits
-                byte = bit // 8
-                window = np.int64(stream[tile * 64 + row, byte])
-                if bit % 8 + bits > 8:
-                    window |= np.int64(stream[tile * 64 + row, byte + 1]) << 8
-                code = (window >> (bit % 8)) & ((1 << bits) - 1)
-                index = places[column] // 2 * 4 + row // 16
-                lane = row % 16 * 2 + places[column] % 2
-                for j in range(num_pieces):
-                    vector, shift, num_bits, target = pieces[index % num_codes, j]
-                    part = ((code >> target) & ((1 << num_bits) - 1)) << shift
-                    words[tile, index // num_codes * num_vectors + vector, lane] |= np.uint16(part)
-
-
-@njit(nogil=True, error_model="numpy", cache=True)
-def lay_tiles_parallel(stream, words, places, count, pieces, num_vectors, bits, team):  # type: ignore[no-untyped-def]
-    """`lay_tiles` of all tiles on several threads."""
-    in_team(lay_tiles, (stream, words, places), count, (pieces, num_vectors, bits), team)
-
-
-@njit(nogil=True, error_model="numpy", cache=True)
-def collect_tiles(stream, words, places, first, last, pieces, num_vectors, bits):  # type: ignore[no-untyped-def]
-    """Undo `lay_tiles`; stream: zeros."""
-    num_codes, num_pieces = pieces.shape[:2]
-    for tile in range(first, last):
-        for column in range(places.size):
-            for row in range(min(64, stream.shape[0] - tile * 64)):
-                index = places[column] // 2 * 4 + row // 16
-                lane = row % 16 * 2 + places[column] % 2
-                code = np.int64(0)
-                for j in range(num_pieces):
-                    vector, shift, num_bits, target = pieces[index % num_codes, j]
-                    word = np.int64(words[tile, index // num_codes * num_vectors + vector, lane])
-                    code |= ((word >> shift) & ((1 << num_bits) - 1)) << target
-                bit = column * bits
-                byte = bit // 8
-                window = code << (bit % 8)
-                stream[tile * 64 + row, byte] |= np.uint8(window & 0xFF)
-                if window > 0xFF:
-                    stream[tile * 64 + row, byte + 1] |= np.uint8(window >> 8)
-
-
-@njit(nogil=True, error_model="numpy", cache=True)
-def collect_tiles_parallel(stream, words, places, count, pieces, num_vectors, bits, team):  # type: ignore[no-untyped-def]
-    """`collect_tiles` of all tiles on several threads."""
-    in_team(collect_tiles, (stream, words, places), count, (pieces, num_vectors, bits), team)
-
-
-def to_tiles(stream: npt.NDArray[np.uint8], tiles: Tiles) -> npt.NDArray[np.uint8]:
-    """Codes of a matrix in tiles: uint8 [N, bytes of a row] → uint8 [tiles, bytes of a tile]."""
-    words = np.zeros((tiles.num_tiles, tiles.tile_bytes // 64, VECTOR_WORDS), np.uint16)
-    _run(lay_tiles, lay_tiles_parallel, stream, words, tiles)
-    return words.reshape(tiles.num_tiles, -1).view(np.uint8)
-
-
-def from_tiles(codes: npt.NDArray[np.uint8], tiles: Tiles) -> npt.NDArray[np.uint8]:
-    """Undo `to_tiles`."""
-    words = codes.view(np.uint16).reshape(tiles.num_tiles, -1, VECTOR_WORDS)
-    stream = np.zeros((tiles.rows, -(-tiles.columns * tiles.bits // 8)), np.uint8)
-    _run(collect_tiles, collect_tiles_parallel, stream, words, tiles)
-    return stream
-
-
-def _run(one: Any, several: Any, stream: npt.NDArray[np.uint8], words: npt.NDArray[np.uint16], tiles: Tiles) -> None:
-    arguments = (pieces_of(tiles.bits), unit_of(tiles.bits).num_vectors, tiles.bits)
-    arrays = (stream, words, tiles.column_places)
-    run_rows(one, several, arrays, tiles.num_tiles, arguments, tiles.rows * tiles.columns)
 
 
 def constant(number: int) -> Any:

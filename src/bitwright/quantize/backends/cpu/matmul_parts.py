@@ -11,7 +11,6 @@ Legend: N rows, K columns, R × G scales.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,9 +19,11 @@ from torch import Tensor
 
 from bitwright import formats
 from bitwright.formats import Format
-from bitwright.quantize.backends.cpu.matmul_layout import TILE_ROWS, Tiles, from_tiles, to_tiles, unit_columns
-from bitwright.quantize.backends.cpu.matmul_tables import why_no_table
+from bitwright.quantize.backends.cpu.matmul_layout import TILE_ROWS, Tiles, unit_columns
+from bitwright.quantize.backends.cpu.matmul_numbers import why_no_numbers
+from bitwright.quantize.backends.cpu.matmul_tiling import from_tiles, to_tiles
 from bitwright.quantize.pack import PackedTensor, load_numbers, pack_bits, store_numbers, stored_dtype, unpack_bits
+from bitwright.quantize.packed_rows import scheme_of_rows
 from bitwright.quantize.scheme import TensorScheme, read_scheme
 
 #: Scales and offsets of more bits than this are kept as numbers.
@@ -62,12 +63,16 @@ class Side:
 
     def collect(self, laid: Tensor) -> Tensor:
         """Undo `lay`."""
-        rows, groups = self.shape
+        return self.of_rows(laid, torch.arange(self.shape[0]))
+
+    def of_rows(self, laid: Tensor, rows: Tensor) -> Tensor:
+        """Those of some rows, int64 [n], as `PackedTensor` stores them."""
+        groups = self.shape[1]
         if self.is_shared:
-            return store_numbers(laid, self.number, as_bits=self.as_bits)
+            return store_numbers(laid[rows], self.number, as_bits=self.as_bits)
         if self.tiles is None:
-            return laid.transpose(1, 2).reshape(-1, groups)[:rows].contiguous()
-        stream = collect_codes(laid, self.tiles)
+            return laid[rows // TILE_ROWS, :, rows % TILE_ROWS]
+        stream = collect_codes(laid, self.tiles, rows)
         dtype = None if self.as_bits else stored_dtype(self.number)
         if dtype is not None:
             return stream.view(dtype)
@@ -113,39 +118,27 @@ class Parts:
             tensor_scale=parts.get("tensor_scale"),
         )
 
-
-def tile_of(parts: Parts, tensors: Mapping[str, Tensor], tile: int) -> PackedTensor | None:
-    """One tile as a packed matrix of 64 rows, filled up as it is; None where rows share scales across its ends."""
-    alone = parts_of(parts.scheme.text, (TILE_ROWS, parts.shape[1]))
-    sides, own_sides = ((some.scales, some.offsets) for some in (parts, alone))
-    picked = {"codes": tensors["codes"][tile : tile + 1]}
-    for name, side, own in zip(("scales", "offsets"), sides, own_sides, strict=True):
-        if side is None or own is None:
-            continue
-        if side.is_shared != own.is_shared:
-            return None
-        if not side.is_shared:
-            picked[name] = tensors[name][tile : tile + 1]
-        elif side.shape[0] == 1:
-            picked[name] = tensors[name]
-        else:
-            assert parts.scheme.scaling is not None
-            step = parts.scheme.scaling.granularity.group_rows(parts.shape[0])
-            if step % TILE_ROWS and TILE_ROWS % step:
-                return None
-            first = tile * TILE_ROWS // step
-            rows = torch.arange(first, first + own.shape[0]).clamp(max=side.shape[0] - 1)
-            picked[name] = tensors[name][rows]
-    if "tensor_scale" in tensors:
-        picked["tensor_scale"] = tensors["tensor_scale"]
-    return alone.collect(picked)
+    def rows(self, parts: dict[str, Tensor], ids: Tensor) -> PackedTensor:
+        """Rows of the packed matrix, int64 [n], as a matrix in which every row has scales of its own."""
+        scaling, stored = self.scheme.scaling, {}
+        shared = 1 if scaling is None else scaling.granularity.group_rows(self.shape[0])
+        for name, side in (("scales", self.scales), ("offsets", self.offsets)):
+            if side is not None:
+                stored[name] = side.of_rows(parts[name], ids // shared)
+        return PackedTensor(
+            scheme=scheme_of_rows(self.scheme),
+            shape=(len(ids), self.shape[1]),
+            codes=collect_codes(parts["codes"], self.tiles, ids),
+            tensor_scale=parts.get("tensor_scale"),
+            **stored,
+        )
 
 
 def why_no_parts(scheme: TensorScheme, shape: tuple[int, int]) -> str | None:
     """Return why a matrix is not kept in tiles, or None if it is."""
     rows, columns = shape
     number = formats.FORMATS[scheme.format]
-    if reason := why_no_table(number):
+    if reason := why_no_numbers(number):
         return reason
     if rows * columns == 0:
         return f"a matrix of shape {shape} has no codes"
@@ -161,8 +154,6 @@ def why_no_parts(scheme: TensorScheme, shape: tuple[int, int]) -> str | None:
         return f"torch has no dtype for scales in {scale_number.name}"
     if scale_number.bits > 32:
         return f"sums are fp32, and scales in {scale_number.name} are wider"
-    if scale_number.bits == 7:
-        return "codes of 7 bits, here of scales, are not expanded in registers"
     return None
 
 
@@ -206,6 +197,6 @@ def lay_codes(stream_NB: Tensor, tiles: Tiles) -> Tensor:
     return torch.from_numpy(to_tiles(stream_NB.contiguous().numpy(), tiles))
 
 
-def collect_codes(laid: Tensor, tiles: Tiles) -> Tensor:
-    """Undo `lay_codes`."""
-    return torch.from_numpy(from_tiles(laid.contiguous().numpy(), tiles))
+def collect_codes(laid: Tensor, tiles: Tiles, rows: Tensor | None = None) -> Tensor:
+    """Undo `lay_codes`; of some rows, int64 [n], if any are given."""
+    return torch.from_numpy(from_tiles(laid.contiguous().numpy(), tiles, None if rows is None else rows.numpy()))

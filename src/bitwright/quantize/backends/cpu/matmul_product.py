@@ -1,6 +1,6 @@
 """One product: from x and the parts of a matrix to the call of a kernel, and to y.
 
-Legend: M tokens, N rows and K columns of the weight, C columns of x as kernels see them.
+Legend: M tokens, N rows and K columns of the weight.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bitwright import formats
 from bitwright.quantize.backends.cpu.arrays import array_of, run_rows
-from bitwright.quantize.backends.cpu.features import DOT_PRODUCTS, lacks
-from bitwright.quantize.backends.cpu.matmul import BLOCK_COLUMNS, Sizes, multiply_tiles, multiply_tiles_parallel
+from bitwright.quantize.backends.cpu.features import processor_features
+from bitwright.quantize.backends.cpu.matmul import DIRECT, SCALED, Sizes, multiply_tiles, multiply_tiles_parallel
 from bitwright.quantize.backends.cpu.matmul_layout import constant, pair_bytes
-from bitwright.quantize.backends.cpu.matmul_operands import NUM_PARTS, columns_of, group_sums, pairs_of
+from bitwright.quantize.backends.cpu.matmul_numbers import Expansion, floats_expansion
+from bitwright.quantize.backends.cpu.matmul_operands import blocks_of, group_sums
 from bitwright.quantize.backends.cpu.matmul_parts import Parts, Side
-from bitwright.quantize.backends.cpu.matmul_tables import table_of
+from bitwright.quantize.backends.cpu.matmul_ways import Step, Way, constants_of, scales_vary, way_of
 
-#: Columns of x that one call takes: beyond, their sums would leave the second cache.
-MAX_COLUMNS = 512
+#: Tokens that one call takes: beyond, their sums would leave the second cache.
+MAX_TOKENS = 512
 #: Codes that a kernel multiplies in the time in which others round one number (`arrays.MIN_PER_THREAD` counts those).
 _SPEED = 16
+_ALL = 1 << 30
 _ONE = np.ones(1, np.float32)
-_NO_TABLE = np.zeros(1, np.uint8)
 _NO_SUMS = np.zeros((0, 0), np.float32)
 
 
@@ -37,8 +39,8 @@ def multiply(
     parts: Parts,
     tensors: Mapping[str, Tensor],
     *,
-    has_dot: bool | None = None,
-    direct: int = BLOCK_COLUMNS,
+    features: frozenset[str] | None = None,
+    step: Step | None = None,
 ) -> Tensor:
     """x Wᵀ, [M, N] in the dtype of x.
 
@@ -46,33 +48,57 @@ def multiply(
         x_MK: fp32, bf16 or fp16.
         parts: how the weight is kept, and
         tensors: what is kept (`Parts.lay`).
-        has_dot: whether dot products of bf16 are used; None: where the processor has them.
-        direct: columns of x up to which codes are expanded in registers, anew for every four of them.
+        features: of the processor that are made use of; None: all that it has.
+        step: what is done; None: as the way says that the product goes.
     """
     tokens, rows = x_MK.shape[0], parts.shape[0]
     if tokens == 0:
         return x_MK.new_empty(0, rows)
-    call = call_of(parts, has_dot=has_dot, direct=direct)
-    at_once = MAX_COLUMNS // NUM_PARTS[x_MK.dtype]
-    if tokens <= at_once:
-        return _product(x_MK, parts, tensors, call)
-    return torch.cat([_product(some, parts, tensors, call) for some in x_MK.split(at_once)])
+    call = call_of(parts, x_MK.dtype, features)
+    if tokens <= MAX_TOKENS:
+        return _product(x_MK, parts, tensors, call, step or call.way.step(tokens))
+    return torch.cat([multiply(some, parts, tensors, features=features, step=step) for some in x_MK.split(MAX_TOKENS)])
+
+
+def way_of_parts(parts: Parts, dtype: torch.dtype, features: frozenset[str]) -> Way:
+    """The way that products of such a weight go."""
+    scaling = parts.scheme.scaling
+    scale = None if scaling is None else formats.FORMATS[scaling.scale_format]
+    return way_of(parts.number, scale, parts.tiles.group_columns, dtype, features)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Call:
-    """Arguments of the kernel that follow from scheme and shape."""
+    """What every product with a matrix has in common."""
 
-    tables: tuple[npt.NDArray[Any], ...]
+    way: Way
+    #: How scales and offsets are expanded; None without, or where they are no codes.
+    sides: tuple[Expansion | None, ...]
     sizes: Sizes
-    constants: tuple[Any, ...]
+    scales_vary: bool
+
+    def arguments(self, step: Step) -> tuple[Any, ...]:
+        """Tables, sizes and constants, as kernels take them."""
+        way = self.way
+        expansions = (way.scaled_expansion if step.mode == SCALED else way.expansion, *self.sides)
+        run_pairs = _ALL if step.mode == DIRECT else way.run_pairs
+        return (
+            tuple(_ONE if found is None else found.entries for found in expansions),
+            self.sizes._replace(run_pairs=run_pairs, scales_vary=step.mode == SCALED and self.scales_vary),
+            (*map(constants_of, expansions), *map(constant, (step.columns, step.vectors, step.mode))),
+        )
 
 
 @cache
-def call_of(parts: Parts, *, has_dot: bool | None = None, direct: int = BLOCK_COLUMNS) -> Call:
-    """What every product with a matrix has in common; see `multiply`."""
-    has_dot = not lacks(DOT_PRODUCTS) if has_dot is None else has_dot
-    tiles, table, scaling = parts.tiles, table_of(parts.number), parts.scheme.scaling
+def _arguments_of(call: Call, step: Step) -> tuple[Any, ...]:
+    return call.arguments(step)
+
+
+@cache
+def call_of(parts: Parts, dtype: torch.dtype, features: frozenset[str] | None = None) -> Call:
+    """What products with a matrix have in common; see `multiply`."""
+    features = processor_features() if features is None else features
+    tiles, scaling = parts.tiles, parts.scheme.scaling
     if scaling is None:
         rows_of_scale = tiles.rows
     else:
@@ -84,41 +110,36 @@ def call_of(parts: Parts, *, has_dot: bool | None = None, direct: int = BLOCK_CO
         group_pairs=tiles.group_pairs,
         last_pairs=tiles.last_pairs,
         pair_bytes=pair_bytes(tiles.bits),
-        num_tables=table.num_tables,
-        num_entries=table.num_entries,
         rows_of_scale=rows_of_scale,
         has_zero_points=scaling is not None and scaling.symmetry == "zero_point",
         scale_unit=1.0 if scaling is None else 2.0**scaling.element_exponent,
-        direct_blocks=direct // BLOCK_COLUMNS,
+        scales_vary=False,
+        run_pairs=_ALL,
     )
-    scale_table, scale_bits = _codes_of(parts.scales)
-    offset_table, offset_bits = _codes_of(parts.offsets)
-    constants = (tiles.bits, int(table.is_mirrored), scale_bits, offset_bits, int(has_dot))
     return Call(
-        tables=(table.entries, scale_table, offset_table), sizes=sizes, constants=tuple(map(constant, constants))
+        way=way_of_parts(parts, dtype, features),
+        sides=tuple(_expansion_of(side, features) for side in (parts.scales, parts.offsets)),
+        sizes=sizes,
+        scales_vary=scaling is not None and scales_vary(formats.FORMATS[scaling.scale_format]),
     )
 
 
-def _codes_of(side: Side | None) -> tuple[npt.NDArray[Any], int]:
-    """The table and the bits of scales or offsets that are kept as codes."""
-    if side is None or side.tiles is None:
-        return _NO_TABLE, 0
-    return table_of(side.number, can_mirror=False).entries, side.number.bits
+def _expansion_of(side: Side | None, features: frozenset[str]) -> Expansion | None:
+    """How scales or offsets that are kept as codes become numbers; None without such."""
+    return None if side is None or side.tiles is None else floats_expansion(side.number, features)
 
 
-def _product(x_MK: Tensor, parts: Parts, tensors: Mapping[str, Tensor], call: Call) -> Tensor:
-    columns_CK = columns_of(x_MK.detach() if x_MK.requires_grad else x_MK)
-    pairs = pairs_of(columns_CK, parts.tiles)
-    y_CN = torch.empty(len(columns_CK), parts.shape[0])
+def _product(x_MK: Tensor, parts: Parts, tensors: Mapping[str, Tensor], call: Call, step: Step) -> Tensor:
+    x, takes_pairs = x_MK.detach(), call.way.takes_pairs
+    blocks = blocks_of(x if takes_pairs else x.float(), parts.tiles, step.columns)
+    y_MN = torch.empty(len(x), parts.shape[0])
     codes, scales, offsets, factor = operands_of(tensors)
-    sums = _NO_SUMS if offsets is None else group_sums(columns_CK, parts.tiles).numpy()
-    arrays = (codes, pairs.numpy().view(np.uint32), y_CN.numpy(), scales, offsets, sums)
-    arguments = (factor, call.tables, call.sizes, *call.constants)
-    num_tiles, work = parts.tiles.num_tiles, work_of(parts, pairs.shape[0])
-    run_rows(multiply_tiles, multiply_tiles_parallel, arrays, num_tiles, arguments, work)
-    if len(columns_CK) != len(x_MK):
-        y_CN = y_CN.reshape(-1, *x_MK.shape[:1], parts.shape[0]).sum(0)
-    return y_CN.to(x_MK.dtype)
+    sums = _NO_SUMS if offsets is None else group_sums(x, parts.tiles).numpy()
+    arrays = (codes, blocks.numpy().view(np.uint32) if takes_pairs else blocks.numpy(), y_MN.numpy())
+    arguments = (factor, *_arguments_of(call, step))
+    num_tiles, work = parts.tiles.num_tiles, work_of(parts, blocks.shape[0])
+    run_rows(multiply_tiles, multiply_tiles_parallel, (*arrays, scales, offsets, sums), num_tiles, arguments, work)
+    return y_MN.to(x.dtype)
 
 
 def operands_of(tensors: Mapping[str, Tensor]) -> tuple[Any, Any, Any, Any]:

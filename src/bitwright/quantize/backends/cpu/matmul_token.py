@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from numba import carray, njit, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from bitwright.quantize.backends.cpu.arrays import run_rows
 from bitwright.quantize.backends.cpu.lanes import I16, I32, bits_of, float_of
 from bitwright.quantize.backends.cpu.matmul import multiply_tiles
+from bitwright.quantize.backends.cpu.matmul_layout import constant
 from bitwright.quantize.backends.cpu.matmul_parts import Parts
 from bitwright.quantize.backends.cpu.matmul_product import call_of, operands_of, work_of
 from bitwright.quantize.backends.cpu.team import in_team
@@ -52,27 +53,42 @@ def _sum_of(pairs, first, count):  # type: ignore[no-untyped-def]
     return total
 
 
+def _as_taken(pairs, takes_pairs):  # type: ignore[no-untyped-def]
+    """x as `multiply_tiles` takes it: pairs of bf16 as they are, [1, pairs, 1, 1], or fp32 numbers, [1, pairs, 2, 1].
+
+    takes_pairs: a constant, 1 or 0.
+    """
+
+
+@overload(_as_taken)
+def _compiled_as_taken(pairs, takes_pairs):  # type: ignore[no-untyped-def]
+    def floats(pairs, takes_pairs):  # type: ignore[no-untyped-def]
+        x = np.empty((1, pairs.size, 2, 1), np.float32)
+        for i in range(pairs.size):
+            x[0, i, 0, 0] = float_of(np.uint32(pairs[i] << np.uint32(16)))
+            x[0, i, 1, 0] = float_of(np.uint32(pairs[i] & np.uint32(0xFFFF0000)))
+        return x
+
+    return (lambda pairs, takes_pairs: pairs.reshape((1, pairs.size, 1, 1))) if takes_pairs.count else floats
+
+
 @njit(nogil=True, error_model="numpy", cache=True)
 def multiply_token(  # type: ignore[no-untyped-def]
-    codes, scales, offsets, factor, x_address, y_address, first, last, tables, sizes, bits, mirrored, scale_bits,
-    offset_bits, has_dot
-):  # fmt: skip
+    codes, scales, offsets, factor, x_address, y_address, first, last, tables, sizes, constants, takes_pairs
+):
     """`y[n]` of the rows n of tiles first … last; x and y are rows of bf16, the rest is as `multiply_tiles` has it."""
     num_pairs = (sizes.num_groups - 1) * sizes.group_pairs + sizes.last_pairs
-    x, y = carray(_words_at(x_address), (1, num_pairs, 1)), carray(_halves_at(y_address), sizes.rows)
+    pairs, y = carray(_words_at(x_address), num_pairs), carray(_halves_at(y_address), sizes.rows)
     out = np.empty((1, sizes.rows), np.float32)
     if offsets is None:
         sums = np.empty((0, 0), np.float32)
     else:
         sums = np.empty((1, sizes.num_groups), np.float32)
-        flat = x.reshape(-1)
         for group in range(sizes.num_groups):
             of_group = sizes.last_pairs if group == sizes.num_groups - 1 else sizes.group_pairs
-            sums[0, group] = _sum_of(flat, group * sizes.group_pairs, of_group)
-    multiply_tiles(
-        codes, x, out, scales, offsets, sums, first, last, factor, tables, sizes, bits, mirrored, scale_bits,
-        offset_bits, has_dot,
-    )  # fmt: skip
+            sums[0, group] = _sum_of(pairs, group * sizes.group_pairs, of_group)
+    x = _as_taken(pairs, takes_pairs)
+    multiply_tiles(codes, x, out, scales, offsets, sums, first, last, factor, tables, sizes, constants)
     for row in range(first * 64, min(last * 64, sizes.rows)):
         value = out[0, row]
         word = bits_of(value)
@@ -85,14 +101,16 @@ def multiply_token(  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, error_model="numpy", cache=True)
 def multiply_token_parallel(  # type: ignore[no-untyped-def]
-    codes, scales, offsets, factor, x_address, y_address, count, tables, sizes, bits, mirrored, scale_bits,
-    offset_bits, has_dot, team
-):  # fmt: skip
+    codes, scales, offsets, factor, x_address, y_address, count, tables, sizes, constants, takes_pairs, team
+):
     """`multiply_token` of all tiles on several threads."""
     in_team(
-        multiply_token, (codes, scales, offsets, factor, x_address, y_address), count,
-        (tables, sizes, bits, mirrored, scale_bits, offset_bits, has_dot), team,
-    )  # fmt: skip
+        multiply_token,
+        (codes, scales, offsets, factor, x_address, y_address),
+        count,
+        (tables, sizes, constants, takes_pairs),
+        team,
+    )
 
 
 def takes_pairs_as_they_are(parts: Parts) -> bool:
@@ -109,10 +127,10 @@ class TokenProduct:
     """
 
     def __init__(self, parts: Parts, tensors: Mapping[str, Tensor]) -> None:
-        call = call_of(parts)
+        call = call_of(parts, torch.bfloat16)
         self._kept = dict(tensors)  # their memory is what the arrays below are
         self._before = operands_of(tensors)
-        self._behind = (call.tables, call.sizes, *call.constants)
+        self._behind = (*call.arguments(call.way.step(1)), constant(int(call.way.takes_pairs)))
         self._num_rows, self._num_tiles = parts.shape[0], parts.tiles.num_tiles
         self._work = work_of(parts, 1)
 
