@@ -89,7 +89,7 @@ def decode_rows(title: str, loaded: LoadedModel, plans: dict[str, Plan], quick: 
             "decode_ratio": speed.decode_tokens_per_s / found["bf16"].decode_tokens_per_s,
             "prefill_tokens_per_s": speed.prefill_tokens_per_s,
             "prefill_ratio": speed.prefill_tokens_per_s / found["bf16"].prefill_tokens_per_s,
-            "decode_target": None if title == "SmolLM2-135M" else DECODE_TARGETS.get(name),
+            "decode_target": None if quick or title == "SmolLM2-135M" else DECODE_TARGETS.get(name),
         }
         if name in plans:
             row |= bytes_of(models[name].bitwright_run)
