@@ -28,6 +28,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).parent))  # the pages of this folder, also where a test loads this file
 
 import measured
+import measured_running
 from measured import markdown_table
 
 from bitwright import formats, hardware
@@ -472,7 +473,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "schemes of targets": target_schemes_table,
     "kinds of checkpoints": sources_table,
     "kernels": kernels_table,
-    "products": measured.products_table,
+    "products": measured_running.products_table,
+    "processors": measured_running.processors_table,
+    "decode": measured_running.decode_table,
+    "fp8": measured_running.fp8_table,
+    "break-even": measured_running.break_even_table,
+    "padding": measured_running.padding_table,
     "gpu": measured.gpu_sentence,
     "vLLM": measured.vllm_table,
     "llama.cpp": measured.llama_cpp_table,

@@ -17,12 +17,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 _BACKENDS = ("cpu", "torch", "reference")
 
 
-def _result(name: str) -> dict[str, Any] | None:
+def result(name: str) -> dict[str, Any] | None:
     path = RESULTS / name
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def _where(results: Mapping[str, Any]) -> str:
+def where_measured(results: Mapping[str, Any]) -> str:
     """Where a file was measured, and when, as far as it says."""
     machine = results["machine"]
     known = [
@@ -46,7 +46,7 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def exactness_table() -> str:
     """How many results were compared, and how many differ, by format and backend."""
-    results = _result("exhaustive.json")
+    results = result("exhaustive.json")
     if results is None:
         return "Not measured yet: `python benchmarks/exhaustive.py`."
     found = results["results"]
@@ -62,25 +62,25 @@ def exactness_table() -> str:
             own = [row for row in rows if row["backend"] == backend]
             cells.append(f"{sum(r['differences'] for r in own):,} of {sum(r['inputs'] for r in own):,}" if own else "–")
         lines.append(f"| `{name}` | {judges} | {' | '.join(cells)} |")
-    return "\n".join(lines) + f"\n\nMeasured on {_where(results)} (`benchmarks/results/exhaustive.json`)."
+    return "\n".join(lines) + f"\n\nMeasured on {where_measured(results)} (`benchmarks/results/exhaustive.json`)."
 
 
 def speed_tables() -> str:
     """Speed against a memcpy and against other libraries."""
-    results = _result("quantize.json")
+    results = result("quantize.json")
     if results is None:
         return "Not measured yet: `python benchmarks/quantize.py`."
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import rows
 
     tables = rows.markdown([rows.from_record(record) for record in results["rows"]], results["groups"])
-    where = f"{_where(results)}, {results['threads']} threads (`benchmarks/results/quantize.json`)"
+    where = f"{where_measured(results)}, {results['threads']} threads (`benchmarks/results/quantize.json`)"
     return f"{tables}\n\nMeasured on {where}."
 
 
 def histogram_table() -> str:
     """Speed and memory of the streamed histogram."""
-    results = _result("histogram.json")
+    results = result("histogram.json")
     if results is None:
         return "Not measured yet: `python benchmarks/histogram.py`."
     lines = ["| a file of 1 GiB in | read at | whole process | largest memory |", "| --- | --: | --: | --: |"]
@@ -88,46 +88,18 @@ def histogram_table() -> str:
         f"| {row['dtype']} | {row['read_gib_per_s']:.2f} GiB/s | {row['process_s']:.2f} s | {row['peak_mib']:.0f} MiB |"
         for row in results["rows"]
     ]
-    return "\n".join(lines) + f"\n\nMeasured on {_where(results)} (`benchmarks/results/histogram.json`)."
+    return "\n".join(lines) + f"\n\nMeasured on {where_measured(results)} (`benchmarks/results/histogram.json`)."
 
 
 def gpu_sentence() -> str:
     """Whether the GPU kernels have run on a GPU."""
-    results = _result("gpu-check.json")
+    results = result("gpu-check.json")
     if results is None:
         return (
             "The Triton kernels are tested in Triton's interpreter and compiled for NVIDIA GPUs, and have not run on a "
             "GPU yet; `make gpu-check` checks them and measures their speed on one."
         )
-    return f"The Triton kernels were checked on a GPU: {_where(results)} (`benchmarks/results/gpu-check.json`)."
-
-
-# --- running ----------------------------------------------------------------------------------------------------------
-
-
-def products_table() -> str:
-    """Products with packed weights against torch's bf16, by scheme and shape."""
-    results = _result("inference-matmul.json")
-    if results is None:
-        return "Not measured yet: `python benchmarks/inference.py matmul`."
-    found = {(row["scheme"], tuple(row["shape"]), row["tokens"]): row for row in results["products"]}
-    tokens = sorted({number for _, _, number in found})
-    rows = []
-    for scheme, shape in dict.fromkeys((scheme, shape) for scheme, shape, _ in found):
-        own = {number: found[scheme, shape, number] for number in tokens if (scheme, shape, number) in found}
-        one = own[min(own)]
-        ratios = [_ratio(own[number]["ratio"], own[number]["target"]) if number in own else "–" for number in tokens]
-        times = f"{one['packed_ms']['median_ms']:.2f} ms", f"{one['gb_per_s']:.1f}", f"{one['share_of_reading']:.0%}"
-        rows.append((f"`{scheme}`", " × ".join(map(str, shape)), *ratios, *times))
-    counts = (f"{number} token{'s' if number > 1 else ''}:" for number in tokens)
-    titles = ("scheme", "weight", *counts, f"time at {tokens[0]}:", "GB/s:", "of reading:")
-    where = f"{_where(results)}, {results['threads']} threads (`benchmarks/results/inference-matmul.json`)"
-    return f"{markdown_table(titles, rows)}\n\nMeasured on {where}."
-
-
-def _ratio(ratio: float, target: float | None) -> str:
-    """Bold where it is below what the project asks for."""
-    return f"**{ratio:.2f} ×**" if target is not None and ratio < target else f"{ratio:.2f} ×"
+    return f"The Triton kernels were checked on a GPU: {where_measured(results)} (`benchmarks/results/gpu-check.json`)."
 
 
 # --- exporting --------------------------------------------------------------------------------------------------------
@@ -151,7 +123,7 @@ def _difference(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def vllm_table() -> str:
     """The real vLLM beside a plan, and what it has no kernel for on this CPU."""
-    results = _result("vllm.json")
+    results = result("vllm.json")
     if results is None:
         return "Not measured yet: `python benchmarks/engines/vllm_check.py --results benchmarks/results/vllm.json`."
     ran = [row for row in results["rows"] if "error" not in row]
@@ -168,13 +140,13 @@ def vllm_table() -> str:
     titles = ("plan", "dtype", "difference:", "resolution:", "greedy:", "perplexity of the plan:", "in vLLM:")
     refused = ", ".join(f"`{row['case']}`" for row in results["rows"] if "error" in row)
     lacking = f" vLLM had no kernel on this processor for: {refused}." if refused else ""
-    where = f"Measured on {_where(results)} (`benchmarks/results/vllm.json`)."
+    where = f"Measured on {where_measured(results)} (`benchmarks/results/vllm.json`)."
     return f"{markdown_table(titles, rows)}\n\n{where}{lacking}"
 
 
 def llama_cpp_table() -> str:
     """The real llama.cpp beside a plan."""
-    results = _result("llama_cpp.json")
+    results = result("llama_cpp.json")
     if results is None:
         return "Not measured yet: `python benchmarks/engines/llama_cpp_check.py`."
     rows = [
@@ -193,13 +165,13 @@ def llama_cpp_table() -> str:
         "plan", "MiB:", "difference:", "resolution:", "greedy:", "perplexity of the plan:", "inputs rounded:",
         "in llama.cpp:",
     )  # fmt: skip
-    where = f"{_where(results)}, gguf {results['machine'].get('gguf', '?')}"
+    where = f"{where_measured(results)}, gguf {results['machine'].get('gguf', '?')}"
     return f"{markdown_table(titles, rows)}\n\nMeasured on {where} (`benchmarks/results/llama_cpp.json`)."
 
 
 def torchao_table() -> str:
     """The real torchao beside a plan."""
-    results = _result("torchao.json")
+    results = result("torchao.json")
     if results is None:
         return "Not measured yet: `python benchmarks/engines/torchao_check.py`."
     rows = [
@@ -208,7 +180,9 @@ def torchao_table() -> str:
         if "error" not in row
     ]
     titles = ("plan", "layers equal bit for bit:", "logits, relative difference:")
-    return f"{markdown_table(titles, rows)}\n\nMeasured on {_where(results)} (`benchmarks/results/torchao.json`)."
+    return (
+        f"{markdown_table(titles, rows)}\n\nMeasured on {where_measured(results)} (`benchmarks/results/torchao.json`)."
+    )
 
 
 # --- beside other tools ----------------------------------------------------------------------------------------------
@@ -216,7 +190,7 @@ def torchao_table() -> str:
 
 def peers_table(model: str) -> str:
     """KL of each tool at the same bits, on one model and text."""
-    results = _result(f"peers-{model}.json")
+    results = result(f"peers-{model}.json")
     if results is None:
         return f"Not measured yet: `python benchmarks/peers/run.py --model {model}`."
     kl = {(run["row"], run["tool"]): run for run in results["runs"]}
@@ -228,7 +202,7 @@ def peers_table(model: str) -> str:
     table = markdown_table(("bits", *(f"{tool}:" for tool in tools)), cells)
     return (
         f"{table}\n\n{results['facts']['what']}; {text['calibration']} of calibration, {text['evaluation']}; {peers}. "
-        f"Measured on {_where(results)} (`benchmarks/results/peers-{model}.json`)."
+        f"Measured on {where_measured(results)} (`benchmarks/results/peers-{model}.json`)."
     )
 
 

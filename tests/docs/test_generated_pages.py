@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -38,3 +39,12 @@ def test_every_row_of_a_table_has_the_columns_of_its_head(name: str) -> None:
         columns = line.replace("\\|", "").count("|") - 1
         width = width or columns
         assert columns == width, line
+
+
+def test_every_table_stands_in_one_page_and_every_mark_names_a_table() -> None:
+    marks = [
+        name
+        for page in DOCS.glob("*.md")
+        for name in re.findall(r"<!-- table: (.+?) -->", page.read_text(encoding="utf-8"))
+    ]
+    assert sorted(marks) == sorted(GENERATOR.TABLES)
