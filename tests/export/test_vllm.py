@@ -30,7 +30,9 @@ TEXTS = [torch.randint(0, 250, (40,), generator=torch.Generator().manual_seed(se
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="BITWRIGHT_VLLM_PYTHON names no python with vLLM"),
+    pytest.mark.skipif(
+        not PYTHON, reason="BITWRIGHT_VLLM_PYTHON names no python with vLLM: benchmarks/engines/python_of.py"
+    ),
 ]
 
 
