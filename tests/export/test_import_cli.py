@@ -9,14 +9,15 @@ from typing import Any
 import foreign_checkpoints as foreign
 import pytest
 import torch
-from export_models import planned, small_model
+from export_models import planned, small_model, uniform
 from safetensors.torch import load_file, save_file
 
 from bitwright.cli import main
 from bitwright.export import export
 from bitwright.export.imported_plan import ProofText, plan_of
 from bitwright.export.importer import look, raise_if_refused
-from bitwright.inference import apply
+from bitwright.inference import apply, calibrate_static
+from bitwright.models.loaded import from_memory
 from bitwright.models.sites import find_sites
 from bitwright.plan import load_plan
 from bitwright.quantize import SCHEMES
@@ -120,3 +121,34 @@ def test_what_was_exported_is_imported_with_the_same_weights(
     if target == "compressed-tensors":
         inputs = {site.name: SCHEMES[site.scheme].activations for site in plan.sites}
         assert {s.name: SCHEMES[s.scheme].activations for s in again.sites if s.name in inputs} == inputs
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme", "engine"),
+    [("gpt2", "int8", "vllm"), ("gpt2", "int4_g32", "vllm"), ("mixtral", "int4_g32", "vllm"), ("llama", "nvfp4", None)],
+)
+def test_what_lies_otherwise_comes_back(
+    make_tiny_model: Any, tiny_tokenizer: Any, text: Path, tmp_path: Path, architecture: str, scheme: str, engine: Any
+) -> None:
+    """Weights stored [in, out], experts, and inputs under a static second level."""
+    loaded = from_memory(make_tiny_model(architecture), tiny_tokenizer, name=architecture)
+    ends = ("embedding", "lm_head", "router")
+    plan = planned(loaded, lambda site: "as_loaded" if site.role in ends else scheme)
+    if scheme == "nvfp4":
+        prompts = [torch.arange(24).unsqueeze(0)]
+        plan = calibrate_static(uniform(loaded, "nvfp4_static"), loaded, prompts)
+        engine = "transformers"
+    export(plan, loaded, "compressed-tensors", tmp_path / "out", dtype="fp32", engine=engine)
+    found = look(tmp_path / "out", loaded)
+    raise_if_refused(found)
+    again = plan_of(found, loaded, ProofText(evaluation=text, evaluation_tokens=64, sequence_length=16))
+    assert {site.name: site.scheme for site in again.sites} == {
+        site.name: "as_loaded" if site.role in ends else plan.site(site.name).scheme for site in again.sites
+    }
+    ours, theirs = apply(plan, loaded), apply(again, loaded)
+    for site in find_sites(loaded.model):
+        expected, back = ours.get_parameter(site.parameter), theirs.get_parameter(site.parameter)
+        torch.testing.assert_close(back, expected, rtol=2e-7, atol=0)
+    scales = {name: float(value) for name, value in again.tensors.items() if name.endswith("/input_scale")}
+    assert scales == {name: pytest.approx(float(plan.tensors[name]), rel=2e-7) for name in scales}
+    assert bool(scales) == (scheme == "nvfp4")
