@@ -138,7 +138,7 @@ def product_rows(name: str, shape: tuple[int, int], weights: Iterator[Tensor], q
             "ratio_of_fastest": taken["bf16"].min_ms / taken["packed"].min_ms,
             "gb_per_s": matrix.nbytes / taken["packed"].median_ms / 1e6,
             "share_of_reading": taken["read"].median_ms / taken["packed"].median_ms,
-            "target": target_of(name, tokens, matrix.nbytes < _bytes(shape, 16)),
+            "target": None if quick else target_of(name, tokens, matrix.nbytes < _bytes(shape, 16)),
         }
 
 
@@ -235,13 +235,18 @@ def spell_row(row: dict[str, Any]) -> str:
 #: What a process is told that its processor has: for our kernels, and for torch and what multiplies for it.
 PROCESSORS = {
     "AVX2 (Haswell, Zen 1 to 3)": {
-        "NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": "", "ATEN_CPU_CAPABILITY": "avx2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "NUMBA_CPU_NAME": "x86-64-v3",
+        "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     },
     "AVX-512 without bf16 (Skylake, Cascade Lake)": {
-        "NUMBA_CPU_NAME": "skylake-avx512", "NUMBA_CPU_FEATURES": "", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+        "NUMBA_CPU_NAME": "skylake-avx512",
+        "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512vl",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
     },
-}  # fmt: skip
+}
 PROCESSOR_SCHEMES = ("int4_g128", "int4_g32_zp", "int8_w", "fp8_w", "fp6_w", "mxfp4", "nvfp4", "nf4_g64")
 PROCESSOR_TOKENS = (1, 4, 16)
 #: Names the processor that a process of its own stands for.

@@ -205,8 +205,9 @@ def test_what_planes_do_not_hold(scheme: TensorScheme, shape: tuple[int, int], d
     ("int4_g64", BF16, "avx512f avx512bw", "no dot products of bf16 (avx512bf16)", "of fp32"),
     ("int4_g64", BF16, "avx2 fma", "no dot products of bf16 (avx512bf16, avx512f)", "converted from integers"),
     ("int4_g64_zp", BF16, "neon", "no dot products", "converted from integers"),
-    ("mxfp4", BF16, "avx2 fma", "no dot products", "fields"),
-    ("nf4_g64", BF16, "avx2 fma", "no dot products", "one by one"),
+    ("mxfp4", BF16, "neon", "no dot products", "fields"),
+    ("nf4_g64", BF16, "neon", "no dot products", "one by one"),
+    ("nf4_g64", BF16, "avx2 fma", "no dot products", "permutations of eight fp32"),
     ("fp16", BF16, "avx2 fma f16c", "no dot products", "converted from fp16"),
     ("fp16", BF16, "sse2", "no dot products", "fields"),
 ])  # fmt: skip

@@ -27,7 +27,11 @@ from bitwright.quantize.backends.cpu.matmul_ways import constants_of
 from bitwright.quantize.pack import pack_bits
 
 EXPANDED = [name for name, number in formats.FORMATS.items() if why_no_numbers(number) is None]
-FEATURES = {"any processor": frozenset[str](), "this processor": processor_features()}
+FEATURES = {
+    "any processor": frozenset[str](),
+    "AVX2": processor_features() & {"avx2"},
+    "this processor": processor_features(),
+}
 
 
 @cache

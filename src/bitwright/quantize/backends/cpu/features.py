@@ -8,6 +8,8 @@ from numba.core.registry import cpu_target
 
 #: Registers of sixteen fp32 numbers, 32 of them, and permutations of those.
 WIDE_REGISTERS = frozenset({"avx512f"})
+#: Permutations of eight fp32 numbers.
+EIGHT_FLOATS = frozenset({"avx2"})
 #: Permutations of words within a register and across two.
 WORD_PERMUTATIONS = frozenset({"avx512f", "avx512bw"})
 #: Permutations of bytes across two registers.

@@ -47,6 +47,8 @@ BYTES = ir.VectorType(I8, VECTOR_BYTES)
 WORDS = ir.VectorType(I16, VECTOR_WORDS)
 PAIRS = ir.VectorType(I32, VECTOR_ROWS)
 FLOATS = ir.VectorType(F32, VECTOR_ROWS)
+_EIGHT_LANES = ir.VectorType(I32, VECTOR_ROWS // 2)
+_EIGHT_FLOATS = ir.VectorType(F32, VECTOR_ROWS // 2)
 #: Ways that give pairs of bf16; fp32 numbers are their halves.
 _OF_PAIRS = frozenset({Kind.WORDS, Kind.BYTES, Kind.MIRRORED_BYTES, Kind.STORED_BF16})
 #: Bits of a lane that a column has.
@@ -159,6 +161,8 @@ class Expander:
                 return self._load(BYTES, 8 if self.kind == Kind.BYTES else 4)
             case Kind.FLOATS:
                 return self._load(FLOATS, 1)
+            case Kind.EIGHT_FLOATS:
+                return self._load(_EIGHT_FLOATS, 2)
             case Kind.FIELDS:
                 splats = [splat(self.builder, self._entry(at(i)), FLOATS) for i in range(3)]
                 return [to(self.builder, splats[0], I32), to(self.builder, splats[1], I32), splats[2]]
@@ -167,7 +171,7 @@ class Expander:
 
     def _load(self, vector: Any, count: int) -> list[Any]:
         array_type, array = self.table
-        step = VECTOR_BYTES // (array_type.dtype.bitwidth // 8)
+        step = VECTOR_BYTES // (array_type.dtype.bitwidth // 8) if vector != _EIGHT_FLOATS else vector.count
         places = [pointer(self.context, self.builder, array_type, array, at(step * i), vector) for i in range(count)]
         return [self.builder.load(place, align=1) for place in places]
 
@@ -209,6 +213,8 @@ class Expander:
             case Kind.FLOATS:
                 index = builder.lshr(lanes, all_lanes(shift, PAIRS)) if shift else lanes
                 return call(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, [self.registers[0], index])
+            case Kind.EIGHT_FLOATS:
+                return self._eight_looked_up(lanes, shift)
             case Kind.SIGNED:
                 top = builder.shl(lanes, all_lanes(32 - bits - shift, PAIRS))
                 return builder.sitofp(builder.ashr(top, all_lanes(32 - bits, PAIRS)), FLOATS)
@@ -221,6 +227,22 @@ class Expander:
                 return self._fields(lanes, shift)
             case _:
                 return self._read(self._cut(lanes, shift, 0, bits))
+
+    def _eight_looked_up(self, lanes: Any, shift: int) -> Any:
+        """Among the lower eight and among the upper eight; the fourth bit of a code picks one."""
+        builder, undefined = self.builder, ir.Constant(PAIRS, ir.Undefined)
+        halves = []
+        for first in (0, VECTOR_ROWS // 2):
+            picked = ir.Constant(_EIGHT_LANES, list(range(first, first + VECTOR_ROWS // 2)))
+            eight = builder.shuffle_vector(lanes, undefined, picked)
+            index = builder.lshr(eight, all_lanes(shift, _EIGHT_LANES)) if shift else eight
+            low, high = (
+                call(builder, "llvm.x86.avx2.permps", _EIGHT_FLOATS, [table, index]) for table in self.registers
+            )
+            fourth = builder.shl(eight, all_lanes(28 - shift, _EIGHT_LANES))
+            is_upper = builder.icmp_signed("<", fourth, all_lanes(0, _EIGHT_LANES))
+            halves.append(builder.select(is_upper, high, low))
+        return builder.shuffle_vector(*halves, ir.Constant(PAIRS, list(range(VECTOR_ROWS))))
 
     def _cut(self, lanes: Any, shift: int, target: int, num_bits: int) -> Any:
         """`num_bits` bits of each lane from `shift` on, moved to `target`."""

@@ -98,6 +98,7 @@ def _joined(places: list[tuple[int, int]]) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
+@cache
 def unit_columns(bits: int) -> int:
     """Columns that are filled up together: 2, 4 or 8."""
     return 2 * unit_of(bits).num_pairs

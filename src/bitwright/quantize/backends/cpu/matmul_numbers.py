@@ -3,12 +3,13 @@
     words       bf16, by one permutation of 32 words or of 64                 up to 6 bits       AVX-512
     bytes       bf16, low and high bytes by permutations of 128 bytes         8 bits             AVX-512
     floats      fp32, by one permutation of 16                                up to 4 bits       AVX-512
+    eight       fp32, by two permutations of 8                                up to 4 bits       AVX2
     stored      16 bits that are bf16 already, or fp16 that the processor converts
     integer     shifted up until the sign fills the word, shifted down, and converted
     fields      sign, exponent and fraction moved to where fp32 has them
     table       one after the other from a table of fp32                      whatever else there is
 
-The upper three take permutations of whole registers; the others are arithmetic on vectors of any width, which LLVM has
+The upper four take permutations of whole registers; the others are arithmetic on vectors of any width, which LLVM has
 for every processor. A way is taken because it gives the value of every code, as `value_table` has them, and for no
 other reason: subnormal numbers, NaN, odd biases and codebooks need no care of their own.
 
@@ -30,6 +31,7 @@ from bitwright.formats import FloatFormat, Format
 from bitwright.formats.decode import value_table
 from bitwright.quantize.backends.cpu.features import (
     BYTE_PERMUTATIONS,
+    EIGHT_FLOATS,
     HALF_CONVERSIONS,
     WIDE_REGISTERS,
     WORD_PERMUTATIONS,
@@ -61,8 +63,9 @@ class Kind(IntEnum):
     SIGNED = 7
     UNSIGNED = 8
     TABLE = 9
+    EIGHT_FLOATS = 10
     #: The last one: above it, the width of the fraction is added (`Expansion.code`).
-    FIELDS = 10
+    FIELDS = 11
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -73,8 +76,8 @@ class Expansion:
     kind: Kind
     #: Of FIELDS: width of the fraction.
     fraction_bits: int = 0
-    #: WORDS: uint16, bf16 of each code. BYTES: uint8, low bytes, then high bytes. FLOATS, TABLE: fp32. FIELDS: words of
-    #: the exponent offset and of the last finite magnitude, and −2 · 2^−bias.
+    #: WORDS: uint16, bf16 of each code. BYTES: uint8, low bytes, then high bytes. FLOATS, EIGHT_FLOATS, TABLE: fp32.
+    #: FIELDS: words of the exponent offset and of the last finite magnitude, and −2 · 2^−bias.
     entries: npt.NDArray[np.uint16] | npt.NDArray[np.uint8] | npt.NDArray[np.float32]
 
     @property
@@ -93,6 +96,7 @@ _SPELLED = {
     Kind.BYTES: "looked up by permutations of bytes",
     Kind.MIRRORED_BYTES: "looked up by permutations of bytes",
     Kind.FLOATS: "looked up by permutations of fp32",
+    Kind.EIGHT_FLOATS: "looked up by permutations of eight fp32",
     Kind.STORED_BF16: "taken as the bf16 that they are",
     Kind.STORED_FP16: "converted from fp16",
     Kind.SIGNED: "converted from integers",
@@ -162,6 +166,9 @@ def floats_expansion(number: Format, features: frozenset[str]) -> Expansion:
     needed = _permutation_of_words(number)
     if needed is not None and why_no_pairs(number, features | needed) is None and features >= needed:
         return pairs_expansion(number)
+    if features >= EIGHT_FLOATS and values.size <= _NUM_FLOATS:
+        entries = np.tile(values, _NUM_FLOATS // values.size)
+        return Expansion(bits=number.bits, kind=Kind.EIGHT_FLOATS, entries=entries)
     facts = None if not isinstance(number, FloatFormat) else _fields_of(number)
     if facts is not None:
         assert isinstance(number, FloatFormat)

@@ -76,9 +76,17 @@ class Call:
     sides: tuple[Expansion | None, ...]
     sizes: Sizes
     scales_vary: bool
+    #: `arguments` of steps that were asked for.
+    known: dict[Step, tuple[Any, ...]]
 
     def arguments(self, step: Step) -> tuple[Any, ...]:
         """Tables, sizes and constants, as kernels take them."""
+        found = self.known.get(step)
+        if found is None:
+            found = self.known[step] = self._arguments(step)
+        return found
+
+    def _arguments(self, step: Step) -> tuple[Any, ...]:
         way = self.way
         expansions = (way.scaled_expansion if step.mode == SCALED else way.expansion, *self.sides)
         run_pairs = _ALL if step.mode == DIRECT else way.run_pairs
@@ -87,11 +95,6 @@ class Call:
             self.sizes._replace(run_pairs=run_pairs, scales_vary=step.mode == SCALED and self.scales_vary),
             (*map(constants_of, expansions), *map(constant, (step.columns, step.vectors, step.mode))),
         )
-
-
-@cache
-def _arguments_of(call: Call, step: Step) -> tuple[Any, ...]:
-    return call.arguments(step)
 
 
 @cache
@@ -120,6 +123,7 @@ def call_of(parts: Parts, dtype: torch.dtype, features: frozenset[str] | None = 
         way=way_of_parts(parts, dtype, features),
         sides=tuple(_expansion_of(side, features) for side in (parts.scales, parts.offsets)),
         sizes=sizes,
+        known={},
         scales_vary=scaling is not None and scales_vary(formats.FORMATS[scaling.scale_format]),
     )
 
@@ -136,7 +140,7 @@ def _product(x_MK: Tensor, parts: Parts, tensors: Mapping[str, Tensor], call: Ca
     codes, scales, offsets, factor = operands_of(tensors)
     sums = _NO_SUMS if offsets is None else group_sums(x, parts.tiles).numpy()
     arrays = (codes, blocks.numpy().view(np.uint32) if takes_pairs else blocks.numpy(), y_MN.numpy())
-    arguments = (factor, *_arguments_of(call, step))
+    arguments = (factor, *call.arguments(step))
     num_tiles, work = parts.tiles.num_tiles, work_of(parts, blocks.shape[0])
     run_rows(multiply_tiles, multiply_tiles_parallel, (*arrays, scales, offsets, sums), num_tiles, arguments, work)
     return y_MN.to(x.dtype)
