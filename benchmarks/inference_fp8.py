@@ -165,17 +165,20 @@ def break_even_rows(loaded: LoadedModel, quick: bool) -> list[dict[str, Any]]:
 
 
 def padding_rows(quick: bool) -> list[dict[str, Any]]:
-    """What filling up to a GPU's multiples costs INT8 products, of shapes that are none."""
-    rows = []
+    """What filling up to a GPU's multiples costs INT8 products, of shapes that are none; here, on the CPU.
+
+    A GPU's least number of tokens is left out: few tokens are another kernel on a CPU.
+    """
+    rows, multiples = [], dataclasses.replace(INT8_MULTIPLES["cuda"], min_tokens=0)
     scheme = SCHEMES["int8"]
     assert scheme.weights is not None and scheme.activations is not None
     for shape in ((577, 1531),) if quick else ((577, 1531), (4093, 4099), (4096, 4096)):
         packed = pack(torch.randn(shape), scheme.weights)
-        for tokens in (1, 17, 130):
+        for tokens in (8, 17, 130):
             x = pack(torch.randn(tokens, shape[1]), scheme.activations)
             counts = PaddingCounts()
             plain = int8_rows(packed, Padding(multiples=Multiples(), counts=PaddingCounts()))
-            filled = int8_rows(packed, Padding(multiples=INT8_MULTIPLES["cuda"], counts=counts))
+            filled = int8_rows(packed, Padding(multiples=multiples, counts=counts))
             calls: dict[str, Callable[[], object]] = {
                 "as it is": lambda plain=plain, x=x: plain.multiply_codes(x, torch.bfloat16),
                 "filled": lambda filled=filled, x=x: filled.multiply_codes(x, torch.bfloat16),
