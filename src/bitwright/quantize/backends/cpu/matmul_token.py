@@ -133,10 +133,15 @@ class TokenProduct:
         self._behind = (*call.arguments(call.way.step(1)), constant(int(call.way.takes_pairs)))
         self._num_rows, self._num_tiles = parts.shape[0], parts.tiles.num_tiles
         self._work = work_of(parts, 1)
+        self._was_called = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """x of shape [..., K] with one row, bf16 and contiguous → [..., N]."""
         y = torch.empty((*x.shape[:-1], self._num_rows), dtype=torch.bfloat16)
         arrays = (*self._before, x.data_ptr(), y.data_ptr())
-        run_rows(multiply_token, multiply_token_parallel, arrays, self._num_tiles, self._behind, self._work)
+        if self._was_called and torch.get_num_threads() == 1:  # nothing to announce, and nobody to share with
+            multiply_token(*arrays, 0, self._num_tiles, *self._behind)
+        else:
+            run_rows(multiply_token, multiply_token_parallel, arrays, self._num_tiles, self._behind, self._work)
+            self._was_called = True
         return y
