@@ -17,7 +17,7 @@ from bitwright.search.compare_plans import kl_difference
 from bitwright.search.mend import mend
 from bitwright.search.problem import Problem
 from bitwright.search.progress import Silent
-from bitwright.search.uniform import compare_with_uniform, rivals_of, uniform_solutions
+from bitwright.search.uniform import compare_with_uniform, prefer_uniform, rivals_of, uniform_solutions
 
 
 @pytest.fixture
@@ -62,6 +62,32 @@ def test_a_gain_is_measured_against_both_neighbours(problem: Problem) -> None:
         truth = world.true_kl(mended.assignment) - world.true_kl(uniform)
         assert comparison.difference.mean == pytest.approx(truth, rel=0.5)
         assert comparison.verdict == ("better" if truth < 0 else "worse")
+
+
+@pytest.mark.parametrize(("objective", "budget"), [("kl", 4.6), ("kl", 8.1), ("memory", 8.1)])
+def test_a_uniform_plan_that_is_better_and_fits_is_taken(problem: Problem, objective: str, budget: float) -> None:
+    """In a world where the sites that were predicted to matter least cost a hundred times as much."""
+    solutions = uniform_solutions(problem)
+    int4 = problem.assignment(solutions["int4_g32"])
+    by_score = sorted(problem.prices.decoder_sites, key=lambda site: problem.site_kl(site, int4[site.name]))
+    cheap = {site.name for site in by_score[: len(by_score) // 2]}
+    world: Any = World(problem, lambda name: 100.0 if name in cheap else 1.0)
+    limits = Budget(effective_bits=budget)
+    mended = mend(problem, world, budget=limits, objective=objective, max_total_kl=None, seed=0, progress=Silent())
+    compared = compare_with_uniform(mended, world, 0, Silent())
+    found = prefer_uniform(mended, compared, world, budget=limits, objective=objective, seed=0, progress=Silent())
+    bits = problem.prices.effective_bits
+    assert bits(found.assignment) <= budget
+    assert world.true_kl(found.assignment) <= world.true_kl(mended.assignment)
+    rivals = [
+        problem.assignment(solutions[scheme])
+        for scheme in rivals_of(problem, problem.prices.model_bytes(mended.assignment))
+    ]
+    most = budget if objective == "kl" else bits(mended.assignment)
+    fitting = [world.true_kl(rival) for rival in rivals if bits(rival) <= most]
+    assert world.true_kl(found.assignment) <= min(fitting, default=float("inf")) * 1.001
+    if found is not mended:
+        assert "everywhere keeps the limits" in found.notes[-1] and found.effects.mean_kl < mended.effects.mean_kl
 
 
 def effects_of(kl: np.ndarray) -> TokenEffects:

@@ -27,7 +27,7 @@ from bitwright.search.refine import raise_if_no_room, refine
 from bitwright.search.robustness import study_robustness
 from bitwright.search.settings import default_schemes, first_aim, settle
 from bitwright.search.subject import Subject, known_reference, known_reference_facts, open_subject, spool_folder
-from bitwright.search.uniform import compare_with_uniform
+from bitwright.search.uniform import compare_with_uniform, prefer_uniform
 from bitwright.search.value_scores import ValueLearned
 from bitwright.search.verify import lasting_path, prove, verify
 
@@ -149,10 +149,16 @@ def optimize(
         seed=seed,
         progress=clock,
     )
+    uniform = compare_with_uniform(mended, meter, seed, clock)
+    preferred = prefer_uniform(
+        mended, uniform, meter, budget=settings.budget, objective=settings.objective, seed=seed, progress=clock
+    )
+    if preferred is not mended:
+        mended, uniform = preferred, compare_with_uniform(preferred, meter, seed, clock)
     roles = measure_roles(mended.problem, mended.assignment, meter, clock)
     plan = draft_plan(subject, settings, mended, (*probes, *roles), learned, learned_values, clock)
     plan = plan.replace(
-        uniform=compare_with_uniform(mended, meter, seed, clock),
+        uniform=uniform,
         pareto=() if pareto_points is None else pareto_front(mended, meter, pareto_points, seed, clock),
         robustness=study_robustness(subject, settings, mended, meter, clock) if robustness else None,
     )

@@ -8,12 +8,19 @@ the interval of the paired difference: a gain within the noise is not claimed.
 
 The plan was mended on the repair text and its rivals were not, which favours the plan by less than the intervals are
 wide (mending chooses among a handful of plans).
+
+Predictions can be wrong, above all from little text: where a rival that keeps every limit and costs no more is measured
+to be better, it is the plan.
 """
 
 from __future__ import annotations
 
-from bitwright.plan import UniformComparison, verdict_of
+from dataclasses import replace
+
+from bitwright.plan import Budget, UniformComparison, verdict_of
+from bitwright.search.candidate import Candidate
 from bitwright.search.compare_plans import kl_difference
+from bitwright.search.limits import largest_sums, objective_quantity
 from bitwright.search.measure import Meter
 from bitwright.search.mend import Mended
 from bitwright.search.problem import Problem
@@ -68,14 +75,11 @@ def rivals_of(problem: Problem, num_bytes: int) -> tuple[str, ...]:
 def compare_with_uniform(mended: Mended, meter: Meter, seed: int, progress: Progress) -> tuple[UniformComparison, ...]:
     """Measure the uniform rivals of a plan; nothing where there is none, or where the plan is uniform itself."""
     problem, prices = mended.problem, mended.problem.prices
-    weights = [site.name for site in prices.sites]
     count = min(NUM_SEQUENCES, meter.reference.text.num_sequences)
     own_kl, scored = mended.effects.kl[:count], mended.effects.num_scored[:count]
     found = []
     for scheme in rivals_of(problem, prices.model_bytes(mended.assignment)):
-        uniform = problem.assignment(uniform_solutions(problem)[scheme])
-        # values stay as the plan has them: what is compared is the allocation of weights
-        rival = {**mended.assignment, **{name: uniform[name] for name in weights}}
+        rival = _rival(mended, scheme)
         if rival == mended.assignment:
             return ()
         with progress.stage(f"measure {scheme} everywhere", count) as stage:
@@ -94,3 +98,43 @@ def compare_with_uniform(mended: Mended, meter: Meter, seed: int, progress: Prog
             )
         )
     return tuple(found)
+
+
+def prefer_uniform(
+    mended: Mended,
+    compared: tuple[UniformComparison, ...],
+    meter: Meter,
+    *,
+    budget: Budget,
+    objective: str,
+    seed: int,
+    progress: Progress,
+) -> Mended:
+    """A rival in the place of a plan that is measured to be worse, on all of the repair text; else the plan.
+
+    The rival keeps every limit that is no quality, and is no larger in what is made small.
+    """
+    problem, prices = mended.problem, mended.problem.prices
+    limits, cost = largest_sums(budget, prices), objective_quantity(objective, prices)
+    own = problem.totals(mended.assignment)
+    for comparison in sorted(compared, key=lambda c: c.uniform_kl):
+        rival = _rival(mended, comparison.scheme)
+        amounts = problem.totals(rival)
+        fits = all(amounts[quantity] <= limit for quantity, limit in limits.items())
+        if comparison.verdict != "worse" or not fits or amounts.get(cost, 0) > own.get(cost, 0):
+            continue
+        with progress.stage("measure on the repair text", meter.reference.text.num_sequences) as stage:
+            effects = meter.effects(rival, None, stage)
+        if verdict_of(kl_difference(mended.effects, effects, seed).interval) == "better":
+            note = (
+                f"{comparison.scheme} everywhere keeps the limits and came to a KL of {effects.mean_kl:.4g} on the "
+                f"repair text, the plan that was predicted to be the best to {mended.effects.mean_kl:.4g}: taken"
+            )
+            return replace(mended, assignment=rival, effects=effects, repairs=(), notes=(*mended.notes, note))
+    return mended
+
+
+def _rival(mended: Mended, scheme: str) -> dict[str, Candidate]:
+    """One scheme for all weights; values stay as the plan has them: what is compared is the allocation of weights."""
+    uniform = mended.problem.assignment(uniform_solutions(mended.problem)[scheme])
+    return {**mended.assignment, **{site.name: uniform[site.name] for site in mended.problem.prices.sites}}
