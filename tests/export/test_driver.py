@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import signal
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from bitwright.export.written_folder import ShardWriter
 from bitwright.inference import apply
 from bitwright.models.loaded import LoadedModel, from_memory
 from bitwright.models.sites import find_sites
-from bitwright.plan import SearchOptions
+from bitwright.plan import SearchOptions, write_plan
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,19 @@ def test_an_empty_folder_is_taken(loaded: LoadedModel, tmp_path: Path) -> None:
     report = export(uniform(loaded, "fp8"), loaded, "compressed-tensors", tmp_path / "out")
     assert report.files.keys() == {path.name for path in (tmp_path / "out").iterdir()}
     assert report.files["model.safetensors"] == (tmp_path / "out" / "model.safetensors").stat().st_size
+
+
+def test_files_are_readable_by_whom_the_umask_lets(loaded: LoadedModel, tmp_path: Path) -> None:
+    """Also those of libraries that write for their own user alone, as safetensors does."""
+    plan = uniform(loaded, "int4_g128")
+    before = os.umask(0o027)
+    try:
+        export(plan, loaded, "compressed-tensors", tmp_path / "out")
+        write_plan(plan, tmp_path / "plan")
+    finally:
+        os.umask(before)
+    files = [*(tmp_path / "out").iterdir(), *(tmp_path / "plan").iterdir()]
+    assert {path.name: path.stat().st_mode & 0o777 for path in files} == {path.name: 0o640 for path in files}
 
 
 @contextmanager

@@ -10,11 +10,13 @@ from typing import Any
 import foreign_checkpoints as foreign
 import pytest
 import torch
+from export_models import planned, small_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bitwright import models
 from bitwright.errors import ModelError
+from bitwright.export import export
 from bitwright.export.imported_plan import ProofText, plan_of
 from bitwright.export.importer import look, raise_if_refused, without_refused
 from bitwright.inference import apply
@@ -291,6 +293,33 @@ def test_plain_numbers_of_a_checkpoint_are_rounded_or_kept(
     planned = apply(plan, reference)
     for name in ("lm_head", "model.embed_tokens"):
         assert torch.equal(planned.get_submodule(name).weight, tensors[f"{name}.weight"].float())
+
+
+def test_numbers_that_were_rounded_to_16_bits_are_so_in_whatever_they_are_stored(
+    tiny_tokenizer: Any, tmp_path: Path, text: ProofText
+) -> None:
+    """What this program exports in fp32 comes back: sites in bf16 and fp16 hold the reference's numbers, rounded."""
+    loaded = small_model(tiny_tokenizer)
+    schemes = {"mlp.up": "int4_g128", "mlp.gate": "int4_g128", "attn.out": "bf16", "mlp.down": "fp16"}
+    plan = planned(loaded, lambda site: schemes.get(site.role, "as_loaded"))
+    export(plan, loaded, "compressed-tensors", tmp_path / "out", dtype="fp32")
+    edit(
+        tmp_path / "out",
+        lambda t: (
+            t.update({"model.norm.weight": t["model.norm.weight"].bfloat16().float()})
+            or t.update({"lm_head.weight": (t["lm_head.weight"] * 1.5).bfloat16().float()})
+        ),
+    )
+    found = look(tmp_path / "out", loaded)
+    raise_if_refused(found)
+    again = plan_of(found, loaded, text)
+    chosen = {choice.role: choice.scheme for choice in again.sites}
+    assert (chosen["attn.out"], chosen["mlp.down"], chosen["attn.k"]) == ("bf16:plain", "fp16:plain", "as_loaded")
+    assert chosen["lm_head"] == "bf16:tensor:fp32"
+    expected, runs = apply(plan, loaded), apply(again, loaded)
+    for site in found.sites:
+        if site.role != "lm_head":
+            assert torch.equal(runs.get_parameter(site.parameter), expected.get_parameter(site.parameter)), site.name
 
 
 # --- what cannot be read ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,3 +153,14 @@ def test_what_lies_otherwise_comes_back(
     scales = {name: float(value) for name, value in again.tensors.items() if name.endswith("/input_scale")}
     assert scales == {name: pytest.approx(float(plan.tensors[name]), rel=2e-7) for name in scales}
     assert bool(scales) == (scheme == "nvfp4")
+
+
+def test_a_checkpoint_that_is_not_there_is_told_before_the_reference_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules["bitwright.models.load"]  # the package has a function of that name
+    monkeypatch.setattr(module, "load", lambda *_, **__: pytest.fail("the reference was loaded"))
+    (tmp_path / "plain").mkdir()
+    for folder in ("nowhere", "plain"):
+        code, said = run(capsys, "import", tmp_path / folder, "--reference", "demo", "--out", tmp_path / "plan")
+        assert code == 2 and folder in said

@@ -116,9 +116,9 @@ for name, (kind, weight, size) in values.items():
     scale, second = stored[name + ".weight_scale"].float(), stored.get(name + ".weight_scale_2")
     again = to_quantized_weight(weight, scale, kind, second, block_size=size).view(torch.uint8)
     ours = stored[name + ".weight"].view(torch.uint8)
-    if kind == "nvfp4":  # zeros have no sign there
+    if kind == "nvfp4":  # values are compared: a zero may have either sign
         ours, again = (torch.stack([codes & 15, codes >> 4]) for codes in (ours, again))
-        ours = ours.where(ours != 8, 0)
+        ours, again = ours.where(ours != 8, 0), again.where(again != 8, 0)
     assert torch.equal(again, ours), name
 """
 

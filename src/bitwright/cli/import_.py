@@ -55,9 +55,10 @@ def import_command(
     raise_if_not_replaceable(out)
     # Heavy (torch): after everything that can be refused without it.
     from bitwright.export.imported_plan import ProofText, plan_of
-    from bitwright.export.importer import look, raise_if_refused, without_refused
+    from bitwright.export.importer import look, raise_if_refused, recognise, without_refused
     from bitwright.models.load import load
 
+    recognise(checkpoint)
     with Bars() as bars:
         with bars.stage("load the reference", 1) as stage:
             loaded = load(reference, allow_pickle=allow_pickle)

@@ -8,8 +8,9 @@ any other. Every matrix under scales becomes a choice with the rounding "importe
 codes; what the checkpoint multiplies is what the plan runs, but for its arithmetic, which is fp32 here.
 
     a matrix under scales           its codes under the preset of its facts, else under the facts spelled out
-    plain numbers                   as loaded, where they are the reference's; where they are those rounded to the
-                                    checkpoint's format, that format; else they are kept themselves, under a scale of 1
+    plain numbers                   as loaded, where they are the reference's; where they are those rounded to 16 bits,
+                                    however wide they are stored, that format; else, where 16 bits hold them, they are
+                                    kept themselves, under a scale of 1
     a norm that differs             factors of the columns behind it (`folded_scales.py`)
 
 What fits none of these is refused by name.
@@ -41,6 +42,7 @@ from bitwright.quantize.scheme import TensorScheme
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+")
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -81,8 +83,7 @@ def look(path: Path | str, reference: LoadedModel, *, sites: tuple[Site, ...] | 
         ModelError: it cannot be read, nothing in it is quantised, it is of no known kind or of several, or its tensors
             are those of another model.
     """
-    checkpoint = open_checkpoint(path)
-    source = _source_of(checkpoint)
+    checkpoint, source = recognise(path)
     contents = source.contents(checkpoint, reference)
     known = find_sites(reference.model) if sites is None else sites
     if not contents.coded:
@@ -107,6 +108,16 @@ def look(path: Path | str, reference: LoadedModel, *, sites: tuple[Site, ...] | 
         refused=refused,
         notes=(*contents.notes, *notes),
     )
+
+
+def recognise(path: Path | str) -> tuple[Checkpoint, Source]:
+    """Open a checkpoint and tell its kind, which needs no reference.
+
+    Raises:
+        ModelError: nothing lies there, it cannot be read, or it is of no known kind or of several.
+    """
+    checkpoint = open_checkpoint(path)
+    return checkpoint, _source_of(checkpoint)
 
 
 def _source_of(checkpoint: Checkpoint) -> Source:
@@ -158,11 +169,15 @@ def _take_plain(site: Site, stored_NK: Tensor, weight_NK: Tensor, transform: Fit
         weight_NK = transform.weight(weight_NK)
     elif torch.equal(stored_NK.float(), weight_NK):
         return Taken(site=site)
-    number = SCALE_FORMATS.get(stored_NK.dtype, str(stored_NK.dtype))
-    if transform.is_identity and torch.equal(stored_NK, weight_NK.to(stored_NK.dtype)):
-        return Taken(site=site, plain=TensorScheme(format=number))
-    if stored_NK.dtype.itemsize > 2 or not stored_NK.is_floating_point():
-        raise ModelError(f"it is stored in {number} without scales, and differs from the reference's")
+    rounded = _rounded_as(stored_NK, weight_NK) if transform.is_identity else None
+    if rounded is not None:
+        return Taken(site=site, plain=TensorScheme(format=SCALE_FORMATS[rounded]))
+    dtype = _narrowest(stored_NK)
+    number = SCALE_FORMATS.get(dtype, str(dtype))
+    if dtype.itemsize > 2 or not dtype.is_floating_point:
+        raise ModelError(
+            f"it is stored in {number} without scales, and is neither the reference's nor that rounded to 16 bits"
+        )
     q = QTensor(
         scheme=tensor_scheme(number, TENSOR, torch.float32),
         codes_NK=stored_NK.float(),
@@ -175,6 +190,21 @@ def _take_plain(site: Site, stored_NK: Tensor, weight_NK: Tensor, transform: Fit
         matrix=StoredMatrix(q=q, stored_bytes=size, words=f"{number}, other numbers than the reference's"),
         transform=transform,
     )
+
+
+def _rounded_as(stored: Tensor, reference: Tensor) -> torch.dtype | None:
+    """The dtype that the reference has to be rounded to for what is stored, which may be wider; None: none does."""
+    if not stored.is_floating_point():
+        return None
+    tried = (stored.dtype, *_HALVES)
+    return next((t for t in tried if torch.equal(stored.float(), reference.to(t).to(stored.dtype).float())), None)
+
+
+def _narrowest(stored: Tensor) -> torch.dtype:
+    """The dtype that what is stored needs: exports with all else in fp32 hold 16-bit numbers too."""
+    if stored.dtype.itemsize <= 2 or not stored.is_floating_point():
+        return stored.dtype
+    return next((half for half in _HALVES if torch.equal(stored.to(half).to(stored.dtype), stored)), stored.dtype)
 
 
 def _module_of(site: Site, contents: Contents) -> str:
@@ -237,15 +267,17 @@ def _changed_parameters(
         stored = read()
         if stored.shape != parameter.shape:
             refused[name] = f"it is {list(stored.shape)} in the checkpoint and {list(parameter.shape)} in the reference"
-        elif not torch.equal(stored, parameter.to(stored.dtype)):
-            changed[name] = stored.float()
         elif not torch.equal(stored.float(), parameter):
-            rounded[name] = SCALE_FORMATS.get(stored.dtype, str(stored.dtype))
+            dtype = _rounded_as(stored, parameter)
+            if dtype is None:
+                changed[name] = stored.float()
+            else:
+                rounded[name] = SCALE_FORMATS[dtype]
     notes = []
     if rounded:
         formats = ", ".join(sorted(set(rounded.values())))
         notes.append(
-            f"{len(rounded)} parameters that are no matrices are stored in {formats} and stay as the reference has them"
+            f"{len(rounded)} parameters that are no matrices are rounded to {formats}; they stay as in the reference"
         )
     return changed, notes
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ def assembled_folder(target: Path) -> Iterator[Path]:
     """
     with _created_parents(target.parent), _temporary_sibling(target) as assembled:
         yield assembled
+        _permit_as_usual(assembled)
         _sync_folder(assembled)
         _move_into_place(assembled, target)
 
@@ -60,6 +62,14 @@ def _temporary_sibling(target: Path) -> Iterator[Path]:
         yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _permit_as_usual(folder: Path) -> None:
+    """Let those read the files who may look into the new folder: some libraries write for their own user alone."""
+    mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def write_and_sync(path: Path, content: bytes) -> None:

@@ -18,7 +18,7 @@ Rejected: a tensor subclass (it has to have a storage of the shape that it claim
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -236,26 +236,59 @@ def _plain(argument: Any, func: Any) -> Any:
     return argument
 
 
-class _ReadOnly(Tensor):
-    """Values to look at: what is written to them would be lost, so that nobody may."""
+#: Operators that change what stands on their left.
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+class _ReadOnly(Tensor):
+    """Values to look at: what is written to them, or to a view of them, would be lost, so that nobody may."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        written = [kwargs.get("out"), args[0] if args and _writes(func) else None]
+        if any(isinstance(part, cls) for part in written):
+            _raise_lost()
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs)
+            read = [part for part in args if isinstance(part, cls)]
+            return found.as_subclass(cls if _is_view(found, read) else Tensor) if isinstance(found, Tensor) else found
 
     @property
     def data(self) -> Tensor:
         """The numbers."""
-        return self.as_subclass(Tensor)
+        return self
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        raise ModelError(
-            "the weights of this layer are packed codes, and other values for them would be lost; keep the adapter "
-            "beside the layer, or merge it into the model as loaded and plan that anew"
-        )
+        _raise_lost()
+
+
+def _writes(func: Any) -> bool:
+    """Whether a function of torch changes its first argument: add_, __iadd__, __setitem__."""
+    name = getattr(func, "__name__", "")
+    changes = name in _IN_PLACE or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return changes and name != "requires_grad_"
+
+
+def _is_view(found: Any, read: Sequence[Tensor]) -> bool:
+    if not isinstance(found, Tensor) or found.layout != torch.strided:
+        return False
+    place = found.untyped_storage().data_ptr()
+    return any(part.untyped_storage().data_ptr() == place for part in read)
+
+
+def _raise_lost() -> NoReturn:
+    raise ModelError(
+        "the weights of this layer are packed codes, and other values for them would be lost; keep the adapter beside "
+        "the layer, or merge it into the model as loaded and plan that anew"
+    )
 
 
 def _expanded(packed: PackedWeight) -> Tensor:
-    with torch.inference_mode():  # such a tensor refuses to be changed in place outside of this block
+    with torch.inference_mode():  # such a tensor refuses to be changed in place by whatever passes the class by
         return packed.values().to(packed.dtype).as_subclass(_ReadOnly)
 
 
