@@ -12,7 +12,7 @@ of the tokens ρ gives 2p/n; and a score on text that codes were found with, all
     optimism = (1 + a) / (1 − a),        a = p/n = ½ (ρ − 1) / (ρ + 1)
 
 Tokens are those that have gradients. Codes are found with the others too, but do not see which of them matter: counted
-as tokens like any other, they left predictions at 0.7 of what was measured instead of 0.87
+as tokens like any other, they left predictions at 0.7 of what was measured instead of 0.88
 (int4 on 62 sites of SmolLM2-135M), and most where there are most columns.
 
 That factor multiplies the scores of the role. Finding and scoring all codes on two halves would say the same of every
