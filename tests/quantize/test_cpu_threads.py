@@ -96,7 +96,7 @@ print(torch.get_num_threads(), len(os.listdir("/proc/self/task")) - before)
 
 @pytest.mark.skipif(openmp_of_torch() is None, reason="torch has another OpenMP than GNU's here")
 def test_kernels_run_on_the_threads_of_torch() -> None:
-    """Two pools on the same cores wait for each other; and torch keeps its number of threads."""
+    """They start none of their own, and torch keeps its number of threads."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
         [sys.executable, "-c", _FIRST_CALL], env=environment, capture_output=True, text=True, check=True

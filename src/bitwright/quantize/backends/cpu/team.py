@@ -1,16 +1,15 @@
 """Ranges of a kernel's work on the threads that torch already has.
 
-Torch and Numba each bring OpenMP of their own. Two pools on the same cores get into each other's way: threads that have
-finished go on spinning for a while, and where products of torch and of ours take turns, each start waits for the other
-pool's threads to leave the core. So kernels run on torch's: `in_team` is an LLVM function that starts them through the
-entry point of GNU's OpenMP library that torch is linked with (Intel's and LLVM's have the same one on Linux), and a
-thread takes every T-th range.
+Torch and Numba each bring OpenMP of their own, with a pool of threads each. Kernels run on torch's: `in_team` is an
+LLVM function that starts them through the entry point of GNU's OpenMP library that torch is linked with (Intel's and
+LLVM's have the same one on Linux), and a thread takes every T-th range.
 
 Where torch has another OpenMP, or none, ranges go to threads of Python (`arrays.run_rows`): kernels release the
 interpreter's lock.
 
-Rejected: Numba's `parallel=True`, which is the second pool, compiles twice as long, and in two of its three threading
-layers falls over when two threads call in at once.
+Rejected: Numba's `parallel=True`, which needs a second library, changes torch's number of threads, takes longer to
+compile and, in two of its three threading layers, falls over when two threads call in at once
+(docs/decisions/0006-kernels-run-on-the-threads-of-torch.md).
 """
 
 from __future__ import annotations
