@@ -70,6 +70,26 @@ def test_the_list_for_a_plan_says_what_stands_against_each(plans: Path, capsys: 
     assert "safetensors-dequantized\n  can be written" in said
 
 
+def test_a_list_is_for_an_engine_by_name_or_alias(plans: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ((), (plans / "good",)):
+        assert run("export", "--list", *more, "--engine", "nonsense") == 2
+        assert "unknown engine 'nonsense'" in capsys.readouterr().err
+    assert run("export", "--list", plans / "good", "--engine", "hf") == 0
+    said = capsys.readouterr().out
+    assert "compressed-tensors for transformers (asked for)" in said and "gguf\n  transformers does not load it" in said
+    assert run("export", "--list", "--engine", "llamacpp") == 0
+    said = capsys.readouterr().out
+    assert "gguf" in said and "llama.cpp" in said and "torchao" not in said
+
+
+def test_every_target_says_what_loads_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("export", "--list") == 0
+    said = capsys.readouterr().out
+    assert "torchao for torchao" not in said
+    for target, loader in (("gguf", "llama.cpp"), ("modelopt", "ModelOpt"), ("transformer-engine", "Transformer")):
+        assert sum(line.startswith(f"{target} ") and loader in line for line in said.splitlines()) == 1
+
+
 def test_what_is_missing_is_named(plans: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("export", plans / "good") == 2
     assert "--to and --out missing" in capsys.readouterr().err

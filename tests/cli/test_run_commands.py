@@ -78,6 +78,19 @@ def test_chat_takes_turns(plan: Path, capsys: pytest.CaptureFixture[str], monkey
     assert len(out.splitlines()) >= 2
 
 
+def test_a_chat_that_fills_its_context_forgets_the_oldest_turns_and_says_so(
+    plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model has 512 positions: three turns of 200 letters do not fit; one of 600 never does, and ends nothing."""
+    lines = ["a" * 200, "b" * 200, "x" * 600, "c" * 200, "d" * 200]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
+    assert main(["chat", "plan", "--max-new-tokens", "4", "--temperature", "0"]) == 0
+    err = capsys.readouterr().err
+    assert err.count("tokens/s, weights") == 4
+    assert err.count("the context is full: the oldest 1 turn of this chat") == 2
+    assert err.count("not said: ") == 1 and "are more than the model's 512 positions" in " ".join(err.split())
+
+
 def test_bench_measures_beside_bf16(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--prompt-tokens", "8", "--new-tokens", "3", "--repeats", "1", "--batch", "2"]
     assert main(["bench", "plan", *small]) == 0

@@ -25,6 +25,7 @@ from bitwright.inference import apply
 from bitwright.models.loaded import LoadedModel, from_memory
 from bitwright.models.sites import find_sites
 from bitwright.plan import SearchOptions, write_plan
+from bitwright.quantize.catalogs import VALUE_SCHEMES
 
 
 @pytest.fixture(scope="module")
@@ -288,6 +289,8 @@ def test_what_runs_is_what_is_read(loaded: LoadedModel) -> None:
 
 def test_what_a_target_takes_is_listed() -> None:
     assert {"int4_g64", "fp8", "fp8_block", "fp8_e4m3_tensor"} <= set(supported_schemes("compressed-tensors", "vllm"))
+    caches = {name for name in supported_schemes("gguf") if name in VALUE_SCHEMES}
+    assert caches and not caches & set(supported_schemes("safetensors-dequantized"))
     assert {"nvfp4_w", "nvfp4_static", "mxfp4_w"} <= set(supported_schemes("compressed-tensors", "vllm"))
     assert {"nvfp4", "fp6_w", "int4_g32_min"}.isdisjoint(supported_schemes("compressed-tensors", "vllm"))
     assert {"fp8", "int4_g128"} <= set(supported_schemes("tensorrt-llm", "tensorrt-llm"))

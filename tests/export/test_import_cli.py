@@ -57,11 +57,18 @@ def test_a_checkpoint_becomes_a_plan_that_every_verb_takes(
     plan = tmp_path / "plan"
     code, said = run(capsys, "import", checkpoint, "--reference", make_tiny_folder("llama"), "--out", plan, *size)
     assert code == 0 and "int4_g32_zp" in said and "14" in said and "bitwright verify" in said
+    assert "256 were asked for; 64 sequences of 16 were taken" in said
     assert load_plan(plan).run.paths["checkpoint"] == str(checkpoint.resolve())
     code, said = run(capsys, "show", plan)
     assert code == 0 and "nothing was predicted" in " ".join(said.split())
+    assert "neither predicted nor measured" in said and "the plan has no limits" in said
+    assert "not every limit" not in said and "predicted only" not in said
     code, said = run(capsys, "verify", plan)
     assert code == 0 and "nats per token" in said
+    assert "no quality limit that this could be held against" in said and "holds here" not in said
+    assert "were asked for" not in said
+    code, said = run(capsys, "verify", plan, "--tokens", 64)
+    assert code == 0 and "64 were asked for; 64 sequences of 16 were taken" in said
     code, said = run(capsys, "compare", plan, plan)
     assert code == 0 and "within the noise" in said
 

@@ -39,6 +39,7 @@ def test_an_exporter_is_complete(name: str) -> None:
     exporter = EXPORTERS[name]
     assert isinstance(exporter, Exporter)
     assert exporter.description and not exporter.description.endswith(".")
+    assert set(exporter.engines) <= set(exporter.loaded_by) != set()
     for engine in exporter.engines:
         get_engine(engine)
     assert coded_schemes(name), f"{name} takes no scheme with codes"

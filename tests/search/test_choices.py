@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_search import search_options
 
 from bitwright import hardware
 from bitwright.errors import BudgetError, HardwareError, PlanError, SchemeError, UnknownName
+from bitwright.inference import apply
 from bitwright.models import find_sites
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.value_sites import find_value_sites
@@ -17,6 +19,7 @@ from bitwright.plan import Budget, Plan, Workload
 from bitwright.plan.rules import get_engine
 from bitwright.search.candidate import Candidate
 from bitwright.search.choices import find_choices
+from bitwright.search.compare_plans import compare_plans
 from bitwright.search.optimize import optimize
 from bitwright.search.price import AS_LOADED
 from bitwright.search.verify import verify
@@ -157,9 +160,20 @@ def test_sites_that_a_file_names_are_the_ones_that_are_verified(
     plan = optimize(loaded, budget=Budget(effective_bits=8.5), site_file=names, **search_options(prose))
     assert [site.name for site in plan.sites] == [f"model.layers.{layer}.mlp.up_proj" for layer in (0, 1)]
     assert plan.measured is not None and verify(plan, model=loaded).kl == plan.measured.kl
+    whole = optimize(loaded, budget=Budget(effective_bits=8.5), **search_options(prose))
+    for first, second in ((plan, whole), (whole, plan)):
+        found = compare_plans(first, second, model=loaded)
+        assert found.num_sites == len(whole.sites) and found.second_kl.mean == pytest.approx(
+            verify(second, model=loaded).kl.mean
+        )
+    run = apply(plan, loaded)
+    assert isinstance(run, torch.nn.Module)  # with the sites of its file
+    with pytest.raises(PlanError, match=rf"not among the sites .*find_sites\(model, '{names}'\)"):
+        apply(plan, loaded, sites=find_sites(loaded.model)[:1])
     names.unlink()
-    with pytest.raises(PlanError, match="put it back: it names the sites"):
-        verify(plan, model=loaded)
+    for use in (lambda: verify(plan, model=loaded), lambda: apply(plan, loaded)):
+        with pytest.raises(PlanError, match="put it back: it names the sites"):
+            use()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """``bitwright chat PLAN``: talk to the model as a plan has it, turn by turn.
 
-Keys and values of what was said are kept: a turn reads what is new, from where the chat and the cache part.
+Keys and values of what was said are kept: a turn reads what is new, from where the chat and the cache part. Where the
+model has no positions left, the oldest turns are forgotten, which is said.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from bitwright.cli.run_ import (
     say_speed,
     write_text,
 )
+from bitwright.errors import DataError
 from bitwright.plan import load_plan
+from bitwright.report.units import spell_count
 
 #: What ends a chat, as the end of the input does.
 _ENDINGS = ("/exit", "/quit")
@@ -55,6 +58,16 @@ def chat_command(
             continue
         # another seed for every turn, or the same question had the same answer
         sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed + turn)
+        try:
+            num_forgotten = chat.make_room(line)
+        except DataError as error:
+            if not chat.began:
+                raise
+            console.print(f"not said: {error}", markup=False, style="red")
+            continue
+        if num_forgotten:
+            oldest = spell_count(num_forgotten, "turn")
+            console.print(f"the context is full: the oldest {oldest} of this chat are forgotten", style="yellow")
         found = chat.answer(line, sampling)
         console.print(say_speed(planned, found), markup=False, style="dim")
         turn += 1
@@ -79,14 +92,42 @@ class _Chat:
     #: Tokens whose keys and values are in the cache.
     known: list[int] = field(default_factory=list)
 
+    @property
+    def began(self) -> bool:
+        """Whether something was answered already."""
+        return self.cache is not None
+
+    def make_room(self, text: str) -> int:
+        """Forget the oldest turns, as many as leave room for something to be said and answered; return how many.
+
+        Raises:
+            DataError: there would be none with all of them forgotten; none is then.
+        """
+        from bitwright.inference.generation.generate import raise_if_too_long
+        from bitwright.inference.generation.text_stream import encode_chat
+
+        told = [message for message in self.messages if message["role"] == "system"]
+        turns = self.messages[len(told) :]
+        for num_forgotten in range(len(turns) // 2 + 1):
+            kept = [*told, *turns[2 * num_forgotten :]]
+            num_tokens = encode_chat(self.tokenizer, [*kept, {"role": "user", "content": text}]).shape[1]
+            try:
+                raise_if_too_long(self.planned, num_tokens, self.max_new_tokens)
+            except DataError:
+                if 2 * num_forgotten == len(turns):
+                    raise
+                continue
+            self.messages = kept
+            return num_forgotten
+        raise AssertionError("turns are pairs")
+
     def answer(self, text: str, sampling: Any) -> Any:
-        """Say something, and write what the model says to it."""
-        from bitwright.inference.generation.generate import generate, raise_if_too_long
+        """Say something, for which there is room, and write what the model says to it."""
+        from bitwright.inference.generation.generate import generate
         from bitwright.inference.generation.text_stream import TextStream, encode_chat, stop_ids_of
 
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = encode_chat(self.tokenizer, messages)
-        raise_if_too_long(self.planned, ids.shape[1], self.max_new_tokens)
         first = self._part(ids[0].tolist())
         pieces: list[str] = []
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from bitwright.cli.output import write_json
 from bitwright.cli.progress import Bars
-from bitwright.cli.table import new_console, new_table, print_rows, print_table
+from bitwright.cli.table import least_rows, new_console, new_table, print_rows, print_table
 from bitwright.plan import PlanComparison, diff_sites, load_plan
 from bitwright.plan.canonical import canonical_json
 from bitwright.report.comparison_words import say_comparison, spell_signed
@@ -28,7 +28,9 @@ def compare_command(
     evaluation: Annotated[
         str | None, typer.Option(metavar="SRC", help="Other text; default: the first plan's own evaluation text.")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to measure on.", show_default=False)] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to measure on; never fewer than 64 sequences.", show_default=False)
+    ] = None,
     sites: Annotated[bool, typer.Option("--sites", help="One line per site that differs.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON and nothing else.")] = False,
 ) -> None:
@@ -53,6 +55,7 @@ def compare_command(
         _print_differences(console, found, one_line_each=sites)
         console.print()
         _print_measurements(console, found, first, second)
+        print_rows(console, least_rows(tokens, found.sequences, plans[0]))
     if found.verdict == "worse":
         raise typer.Exit(3)
 

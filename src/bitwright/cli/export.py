@@ -17,7 +17,8 @@ from bitwright.cli.progress import Bars
 from bitwright.cli.table import new_console, new_table, print_rows, print_table
 from bitwright.cli.usage import UsageMistake
 from bitwright.plan import Plan, load_plan
-from bitwright.report.units import spell_bytes
+from bitwright.plan.engine import get_engine
+from bitwright.report.units import spell_bytes, spell_count
 
 
 def export_command(
@@ -48,7 +49,8 @@ def export_command(
     Whatever the target or its engine cannot express is refused, site by site, before a file is written.
     """
     if list_targets:
-        _list(None if plan is None else load_plan(plan), engine)
+        asked = None if engine is None else get_engine(engine).name
+        _list(None if plan is None else load_plan(plan), asked)
         return
     missing = [name for name, value in (("PLAN", plan), ("--to", to), ("--out", out)) if value is None]
     if plan is None or to is None or out is None:
@@ -74,7 +76,7 @@ def _export(plan: Plan, to: str, out: Path, model: str | None, engine: str | Non
         ("written", str(report.folder)),
         *(() if report.engine is None else (("for", f"{report.engine} ({report.engine_reason})"),)),
         ("dtype", f"{report.dtype} ({report.dtype_reason})"),
-        ("size", f"{spell_bytes(sum(report.files.values()))} in {len(report.files)} files"),
+        ("size", f"{spell_bytes(sum(report.files.values()))} in {spell_count(len(report.files), 'file')}"),
     ]
     print_rows(console, rows)
     for note in report.notes:
@@ -88,15 +90,18 @@ def _list(plan: Plan | None, engine: str | None) -> None:
     if plan is not None:
         _list_for(console, plan, engine)
         return
+    listed = {name: exporter for name, exporter in EXPORTERS.items() if engine in (None, *exporter.loaded_by)}
     table = new_table(("target", False), ("loaded by", False), ("what is written", False))
-    for name, exporter in EXPORTERS.items():
-        table.add_row(Text(name), Text(", ".join(exporter.engines)), Text(exporter.description))
+    for name, exporter in listed.items():
+        table.add_row(Text(name), Text(", ".join(exporter.loaded_by)), Text(exporter.description))
     print_table(console, table)
-    for name, exporter in EXPORTERS.items():
+    for name, exporter in listed.items():
         console.print()
         for loader in exporter.engines or (None,):
+            if engine is not None and loader not in (engine, None):
+                continue
             schemes = supported_schemes(name, loader)
-            console.print(Text(name if loader is None else f"{name} for {loader}", style="bold"))
+            console.print(Text(name if loader in (None, name) else f"{name} for {loader}", style="bold"))
             console.print(Padding(Text(", ".join(schemes) or "nothing"), (0, 0, 0, 2)))
 
 
@@ -104,8 +109,11 @@ def _list_for(console: Console, plan: Plan, engine: str | None) -> None:
     from bitwright.export import EXPORTERS, examine, spell_sites
 
     for name, exporter in EXPORTERS.items():
-        loader = engine if engine in exporter.engines else None
-        findings = examine(plan, name, engine=loader)
+        if engine not in (None, *exporter.loaded_by):
+            console.print(Text(name, style="bold"))
+            console.print(Padding(Text(f"{engine} does not load it", style="dim"), (0, 0, 0, 2)))
+            continue
+        findings = examine(plan, name, engine=engine if engine in exporter.engines else None)
         title = Text(name, style="bold")
         if findings.engine is not None:
             title.append(f" for {findings.engine} ({findings.engine_reason})", style="dim")
@@ -115,5 +123,6 @@ def _list_for(console: Console, plan: Plan, engine: str | None) -> None:
         for item in findings.refused:
             console.print(Padding(Text(item.reason, style="red"), (0, 0, 0, 2)))
             if item.sites:
-                console.print(Padding(Text(f"{len(item.sites)} sites: {spell_sites(item.sites)}"), (0, 0, 0, 4)))
+                counted = spell_count(len(item.sites), "site")
+                console.print(Padding(Text(f"{counted}: {spell_sites(item.sites)}"), (0, 0, 0, 4)))
     console.print(Text("What only the model shows (fused weights, norms) is looked at when it is loaded.", style="dim"))

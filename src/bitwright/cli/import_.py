@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from bitwright.cli.progress import Bars
-from bitwright.cli.table import new_console, new_table, print_rows, print_table
+from bitwright.cli.table import least_rows, new_console, new_table, print_rows, print_table
 from bitwright.plan import Plan, raise_if_not_replaceable, write_plan
-from bitwright.report.units import spell_bytes
+from bitwright.report.units import spell_bytes, spell_count
 
 if TYPE_CHECKING:
     from bitwright.export.importer import Found
@@ -39,7 +39,13 @@ def import_command(
     ] = False,
     evaluation: Annotated[str, typer.Option(metavar="SRC", help="Text that the plan is to be proved on.")] = "docs",
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of that text; default: 64 sequences.", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            min=1,
+            help="Tokens of that text, and never fewer than 64 sequences, which are the default.",
+            show_default=False,
+        ),
     ] = None,
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Of how the text is dealt.")] = 0,
@@ -72,10 +78,10 @@ def import_command(
         text = ProofText(evaluation=evaluation, evaluation_tokens=tokens, sequence_length=sequence_length, seed=seed)
         plan = plan_of(whole, loaded, text, reference_path=reference, progress=bars)
     write_plan(plan, out)
-    _print_found(new_console(), found, plan, out)
+    _print_found(new_console(), found, plan, out, tokens)
 
 
-def _print_found(console: Console, found: Found, plan: Plan, out: Path) -> None:
+def _print_found(console: Console, found: Found, plan: Plan, out: Path, tokens: int | None) -> None:
     """What was found, by scheme; what was left out; what to do next."""
     table = new_table(("in the checkpoint", False), ("scheme", False), ("sites", True), ("bits", True), ("size", True))
     counts: Counter[tuple[str, str]] = Counter()
@@ -100,6 +106,8 @@ def _print_found(console: Console, found: Found, plan: Plan, out: Path) -> None:
             ("reference", f"{plan.model.name}, {plan.model.params:,} parameters"),
             ("bits", f"{plan.summary.effective_bits:.2f} per decoder weight, scales included"),
             ("size", spell_bytes(plan.summary.weight_bytes)),
+            ("text", f"{plan.evaluation.source}, {spell_count(plan.evaluation.sequences, 'sequence')}"),
+            *least_rows(tokens, plan.evaluation.sequences, plan),
             *(("note", note) for note in plan.notes),
             *(("left out", f"{name}: {why}") for name, why in list(found.refused.items())[:_SHOWN_REASONS]),
             ("plan", str(out)),

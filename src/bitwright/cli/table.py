@@ -19,6 +19,7 @@ from bitwright.report.limit_words import say_bound, say_limits
 from bitwright.report.units import (
     LIMIT_TITLES,
     spell_bytes,
+    spell_count,
     spell_excess,
     spell_interval,
     spell_limit_value,
@@ -149,10 +150,12 @@ def print_summary(console: Console, plan: Plan) -> None:
             f"{plan.summary.effective_bits:.3f} effective bits, {plan.summary.nominal_bits:.3f} nominal",
         ),
     ]
-    if plan.measured is None:
-        rows.append(("KL", f"{spell_number(plan.summary.predicted_kl)} nats per {plan.kl_unit}, predicted only"))
-    else:
+    if plan.measured is not None:
         rows += measured_rows(plan.measured)
+    elif plan.budget.limits:
+        rows.append(("KL", f"{spell_number(plan.summary.predicted_kl)} nats per {plan.kl_unit}, predicted only"))
+    else:  # nothing was asked for, so nothing was searched
+        rows.append(("KL", "neither predicted nor measured: bitwright verify measures it"))
     rows += _workload_rows(plan)
     rows.append(
         ("objective", f"{plan.objective} ({plan.objective_reason})" if plan.objective_reason else plan.objective)
@@ -239,6 +242,15 @@ def _embedding_rows(found: EmbeddingFigures) -> list[tuple[str, str]]:
     return rows
 
 
+def least_rows(asked: int | None, sequences: int, plan: Plan) -> list[tuple[str, str]]:
+    """Say that more text was taken than was asked for, where that is so."""
+    length = 0 if plan.options is None else plan.options.sequence_length
+    if asked is None or asked > (sequences - 1) * length:
+        return []
+    least = spell_count(sequences, "sequence")
+    return [("tokens", f"{asked:,} were asked for; {least} of {length} were taken, the fewest that intervals are from")]
+
+
 def _spell_share(share: Interval) -> str:
     return f"{spell_percent(share.mean)} [{spell_percent(share.low)}, {spell_percent(share.high)}]"
 
@@ -260,7 +272,9 @@ def print_limits(console: Console, plan: Plan) -> None:
         title = LIMIT_TITLES.get(limit.name, limit.name)
         value = spell_limit_value(limit.name, limit.value)
         _say(console, f"{limit.status}: {title} {value}, limit {say_bound(limit)} ({spell_excess(limit)})", style=style)
-    if plan.met:
+    if not plan.budget.limits:
+        _say(console, "the plan has no limits", style="dim")
+    elif plan.met:
         _say(console, "every limit is met", style="bold green")
     else:
         _say(console, "not every limit is met; this is the best plan that was found", style="bold red")

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from bitwright.cli.output import write_json
 from bitwright.cli.progress import Bars
-from bitwright.cli.table import measured_rows, new_console, new_table, print_rows, print_table
+from bitwright.cli.table import least_rows, measured_rows, new_console, new_table, print_rows, print_table
 from bitwright.cli.usage import split_names
 from bitwright.plan import Measured, Plan, load_plan
 from bitwright.plan.canonical import canonical_json
@@ -31,7 +31,9 @@ def verify_command(
     evaluation: Annotated[
         str | None, typer.Option(metavar="SRC", help="Other text; default: the plan's own evaluation text.")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to measure on.", show_default=False)] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to measure on; never fewer than 64 sequences.", show_default=False)
+    ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
@@ -67,9 +69,12 @@ def verify_command(
             before = loaded.measured.kl
             interval = f"KL {before.mean:.3g} [{before.low:.3g}, {before.high:.3g}] nats per {measured.unit}"
             print_rows(console, [("in the plan", interval)])
+        print_rows(console, least_rows(tokens, measured.sequences, loaded))
         for sentence in missed:
             console.print(Text(sentence, style="red"))
-        if not missed:
+        if not loaded.budget.limits_quality:
+            console.print(Text("the plan has no quality limit that this could be held against", style="dim"))
+        elif not missed:
             console.print(Text("every quality limit of the plan holds here", style="bold green"))
     if missed:
         raise typer.Exit(3)

@@ -175,7 +175,7 @@ def supported_schemes(to: str, engine: str | None = None) -> tuple[str, ...]:
     """
     exporter = EXPORTERS[to]
     asked: dict[str, Scheme | ValueScheme] = {name: scheme for name, scheme in SCHEMES.items() if scheme.weights}
-    if exporter.engines:  # what no engine loads keeps no cache
+    if exporter.keeps_caches:
         asked |= {name: s for name, s in VALUE_SCHEMES.items() if s.fits(*_CACHE) and s.values.scaling is not None}
     rules = None if engine is None else get_engine(engine)
     return tuple(
@@ -225,7 +225,7 @@ def _engine_of(exporter: Exporter, plan: Plan, asked: str | None) -> tuple[Engin
         if engine.name not in exporter.engines:
             raise ExportError(
                 f"{engine.name} does not load what '{exporter.name}' writes; "
-                f"{'that is for ' + ', '.join(exporter.engines) if exporter.engines else 'leave --engine out'}"
+                f"{'that is for ' + ', '.join(exporter.loaded_by) if exporter.engines else 'leave --engine out'}"
             )
         return engine, "asked for"
     planned = None if plan.options is None or plan.options.engine is None else get_engine(plan.options.engine)

@@ -41,7 +41,15 @@ class Exporter(Protocol):
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Engines (`plan/engines`) that load it; a plan has to suit one of them, the first unless told otherwise."""
+        """Engines (`plan/engines`) whose rules a plan has to keep: of one of them, the first unless told otherwise."""
+
+    @property
+    def loaded_by(self) -> tuple[str, ...]:
+        """Programs that load it, for people; those of `plan/engines` under their names there."""
+
+    @property
+    def keeps_caches(self) -> bool:
+        """Whether what loads it keeps caches as a plan has them, where `why_not` has no reason against it."""
 
     def why_not(self, choice: SiteChoice, scheme: Scheme | ValueScheme) -> str | None:
         """Why it cannot express a choice; None if it can.

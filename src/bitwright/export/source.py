@@ -36,9 +36,9 @@ from torch import Tensor, nn
 from bitwright import formats
 from bitwright.errors import PlanError
 from bitwright.inference import ValueRule, codes_of, rule_of, value_rules
-from bitwright.inference.planned_model import raise_if_other_model
+from bitwright.inference.planned_model import raise_if_other_model, sites_of
 from bitwright.models.loaded import DTYPE_FORMATS, LoadedModel
-from bitwright.models.sites import Site, find_sites, site_weight
+from bitwright.models.sites import Site, site_weight
 from bitwright.models.value_sites import ValueSite, find_value_sites
 from bitwright.plan import Plan, SiteChoice
 from bitwright.plan.engine import Engine
@@ -201,7 +201,7 @@ def open_source(
         PlanError: the plan is for another model (the tensors that differ are named), or lacks tensors; a dtype that is
             none of these.
     """
-    known = find_sites(loaded.model) if sites is None else tuple(sites)
+    known = sites_of(plan, loaded.model) if sites is None else tuple(sites)
     raise_if_other_model(plan, loaded, known)
     chosen, reason = choose_dtype(loaded, dtype)
     rounds_values = any(choice.kind != "weight" and choice.scheme != "as_loaded" for choice in plan.sites)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch import nn
+
 from bitwright.errors import PlanError
 from bitwright.models.load import load
 from bitwright.models.loaded import LoadedModel
@@ -32,7 +34,7 @@ def open_model(
     where = plan.run.paths.get("model", plan.model.name) if source is None else source
     if isinstance(where, str) and Path(where).is_absolute() and not Path(where).exists():
         raise PlanError(f"the plan's model lay at '{where}' and is no longer there; give it with --model")
-    site_file = plan.run.paths.get("sites")
+    site_file = _site_file(plan)
     if isinstance(where, LoadedModel):
         loaded = where
     else:
@@ -40,6 +42,22 @@ def open_model(
     sites = find_sites(loaded.model, site_file)
     raise_if_other_model(plan, loaded, sites)
     return loaded, sites
+
+
+def sites_of(plan: Plan, model: nn.Module) -> tuple[Site, ...]:
+    """A model's weight sites as the plan has them: found, or those that its site file names.
+
+    Raises:
+        PlanError: the site file is no longer there.
+    """
+    return find_sites(model, _site_file(plan))
+
+
+def _site_file(plan: Plan) -> str | None:
+    where = plan.run.paths.get("sites")
+    if where is not None and not Path(where).exists():
+        raise PlanError(f"the plan's sites lay at '{where}' and is no longer there; put it back: it names the sites")
+    return where
 
 
 def raise_if_other_model(plan: Plan, loaded: LoadedModel, sites: Sequence[Site]) -> None:

@@ -39,10 +39,11 @@ from bitwright.inference.packed.fallback import DEFAULT_FALLBACK, FallbackSettin
 from bitwright.inference.packed.model import packed_model
 from bitwright.inference.packed.modules import raise_if_planned
 from bitwright.inference.packed.value_hooks import round_values_of
+from bitwright.inference.planned_model import sites_of
 from bitwright.inference.run_report import emulated_report
 from bitwright.models.linear_calls import LinearCalls, Matrix, Operation, matrices_of
 from bitwright.models.loaded import LoadedModel
-from bitwright.models.sites import Site, find_sites
+from bitwright.models.sites import Site
 from bitwright.models.value_sites import ValueSite, find_value_sites
 from bitwright.plan import Plan
 
@@ -123,7 +124,7 @@ def _packed(
     sites: Sequence[Site] | None,
 ) -> nn.Module:
     raise_if_planned(module)
-    known = find_sites(module) if sites is None else tuple(sites)
+    known = sites_of(plan, module) if sites is None else tuple(sites)
     values = value_rules(plan, find_value_sites(module)) if _rounds_values(plan) else {}
     settled, reason = settle_dtype(model, dtype)
     planned, report = packed_model(plan, module, known, mode, dtype=settled, dtype_reason=reason, fallback=fallback)
@@ -138,7 +139,7 @@ def _rounds_values(plan: Plan) -> bool:
 
 
 def _emulated(plan: Plan, model: nn.Module, sites: Sequence[Site] | None) -> nn.Module:
-    known = find_sites(model) if sites is None else tuple(sites)
+    known = sites_of(plan, model) if sites is None else tuple(sites)
     rules = site_rules(plan, known)
     values = value_rules(plan, find_value_sites(model)) if _rounds_values(plan) else {}
     planned = copy.deepcopy(model)

@@ -32,6 +32,11 @@ def spell_bytes(num_bytes: float) -> str:
     return f"{value:.{decimals}f} {_UNITS[unit]}"
 
 
+def spell_count(number: int, noun: str) -> str:
+    """``"1 site"``, ``"1,024 sites"``: a noun whose plural ends in s."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def spell_number(value: float | None) -> str:
     """Three significant digits, ``"–"`` for None and NaN: ``0.012345`` → ``"0.0123"``, ``1.2e-05`` → ``"1.20e-5"``."""
     if value is None or math.isnan(value):

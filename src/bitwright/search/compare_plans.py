@@ -8,11 +8,14 @@ cancels, so two plans can be told apart whose own intervals overlap.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from bitwright.inference import emulate_plan
+from bitwright.inference.planned_model import sites_of
+from bitwright.models import Site
 from bitwright.models.loaded import LoadedModel
 from bitwright.plan import Plan, PlanComparison, diff_sites, verdict_of
 from bitwright.search.bootstrap import Estimate, bootstrap, kl_estimate
@@ -55,7 +58,9 @@ def compare_plans(
     shown = progress if progress is not None else Silent()
     sites = diff_sites(first, second)
     again = reopen(first, model=model, evaluation=evaluation, tokens=tokens, progress=shown, allow_pickle=allow_pickle)
-    effects = [_effects(plan, again, name, shown) for plan, name in ((first, "first"), (second, "second"))]
+    # each by its own site file, where it has one
+    named = (("first", first, again.sites), ("second", second, sites_of(second, again.loaded.model)))
+    effects = [_effects(plan, again, known, name, shown) for name, plan, known in named]
     difference = kl_difference(effects[0], effects[1], first.seed).interval
     same_load = (first.hardware, first.workload) == (second.hardware, second.workload)
     times = [plan.latency.decode_s_per_token if plan.latency and same_load else None for plan in (first, second)]
@@ -76,9 +81,9 @@ def compare_plans(
 
 
 @torch.no_grad()
-def _effects(plan: Plan, again: Reopened, name: str, progress: Progress) -> Effects:
+def _effects(plan: Plan, again: Reopened, sites: Sequence[Site], name: str, progress: Progress) -> Effects:
     with (
-        emulate_plan(plan, again.loaded.model, again.sites) as model,
+        emulate_plan(plan, again.loaded.model, sites) as model,
         progress.stage(f"measure the {name} plan", again.reference.text.num_sequences) as stage,
     ):
         return again.output.compare(again.reference, model, stage)

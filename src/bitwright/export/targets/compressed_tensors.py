@@ -63,6 +63,8 @@ class CompressedTensors:
     name: str = "compressed-tensors"
     description: str = "a folder that vLLM, SGLang and transformers load, mixed layer by layer"
     engines: tuple[str, ...] = ("vllm", "transformers")
+    loaded_by: tuple[str, ...] = ("vllm", "transformers")
+    keeps_caches: bool = True
 
     def why_not(self, choice: SiteChoice, scheme: Scheme | ValueScheme) -> str | None:
         """See `Exporter`."""

@@ -66,6 +66,8 @@ class Gguf:
     )
     #: No engine's rules: what a type cannot hold is not refused here but rounded again, and told.
     engines: tuple[str, ...] = ()
+    loaded_by: tuple[str, ...] = (_LLAMA_CPP,)
+    keeps_caches: bool = True
 
     def why_not(self, choice: SiteChoice, scheme: Scheme | ValueScheme) -> str | None:
         """Inputs under scales, and values that llama.cpp does not keep so."""

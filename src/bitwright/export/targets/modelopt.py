@@ -51,6 +51,8 @@ class ModelOpt:
     name: str = "modelopt"
     description: str = "a quant_cfg for modelopt.torch.quantization.quantize, with weights and amax to go with it"
     engines: tuple[str, ...] = ()
+    loaded_by: tuple[str, ...] = ("ModelOpt",)
+    keeps_caches: bool = False
 
     def why_not(self, choice: SiteChoice, scheme: Scheme | ValueScheme) -> str | None:
         """See `Exporter`."""

@@ -26,6 +26,8 @@ class SafetensorsDequantized:
     name: str = "safetensors-dequantized"
     description: str = "a plain model folder whose weights have the values of their codes; nothing is smaller"
     engines: tuple[str, ...] = ()
+    loaded_by: tuple[str, ...] = ("transformers", "vllm", "tensorrt-llm")
+    keeps_caches: bool = False
 
     def why_not(self, choice: SiteChoice, scheme: Scheme | ValueScheme) -> str | None:
         """Every weight can be written."""

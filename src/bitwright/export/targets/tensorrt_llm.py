@@ -127,6 +127,8 @@ class TensorRtLlm:
     name: str = "tensorrt-llm"
     description: str = "a folder that TensorRT-LLM loads, laid out as ModelOpt's export, with hf_quant_config.json"
     engines: tuple[str, ...] = ("tensorrt-llm",)
+    loaded_by: tuple[str, ...] = ("tensorrt-llm",)
+    keeps_caches: bool = True
 
     def why_not(self, choice: SiteChoice, scheme: Scheme | ValueScheme) -> str | None:
         """See `Exporter`."""

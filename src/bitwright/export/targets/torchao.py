@@ -92,6 +92,8 @@ class TorchAo:
     name: str = "torchao"
     description: str = "a folder, the config that torchao's quantize_ takes, and the plan's codes to put in"
     engines: tuple[str, ...] = ("torchao",)
+    loaded_by: tuple[str, ...] = ("torchao",)
+    keeps_caches: bool = True
 
     def why_not(self, choice: SiteChoice, scheme: Scheme | ValueScheme) -> str | None:
         """See `Exporter`."""

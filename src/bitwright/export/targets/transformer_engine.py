@@ -88,6 +88,8 @@ class TransformerEngine:
     name: str = "transformer-engine"
     description: str = "a recipe for each layer, as JSON and Python, for NVIDIA Transformer Engine"
     engines: tuple[str, ...] = ()
+    loaded_by: tuple[str, ...] = ("Transformer Engine",)
+    keeps_caches: bool = False
 
     def why_not(self, choice: SiteChoice, scheme: Scheme | ValueScheme) -> str | None:
         """See `Exporter`."""

@@ -100,10 +100,13 @@ def site_rules(plan: Plan, sites: Sequence[Site]) -> dict[str, SiteRule]:
     chosen = [choice for choice in plan.sites if choice.kind == "weight"]
     missing = [choice.name for choice in chosen if choice.name not in known]
     if missing:
-        raise PlanError(
-            f"the plan chooses for '{missing[0]}' ({len(missing)} such sites), which this model does not have; "
-            f"load the model that the plan is for: {plan.model.name}"
-        )
+        site_file = plan.run.paths.get("sites")
+        what, advice = "this model does not have", f"load the model that the plan is for: {plan.model.name}"
+        if site_file is not None:
+            what = "is not among the sites that were given"
+            advice = f"the plan's sites are those that a file names: give find_sites(model, '{site_file}')"
+        count = f"{len(missing)} such site{'' if len(missing) == 1 else 's'}"
+        raise PlanError(f"the plan chooses for '{missing[0]}' ({count}), which {what}; {advice}")
     rules = {}
     for choice in chosen:
         if choice.shape != known[choice.name].shape:

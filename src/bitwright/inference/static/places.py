@@ -21,9 +21,10 @@ from bitwright.errors import DataError, PlanError
 from bitwright.inference.emulation.emulate import SiteRule
 from bitwright.inference.emulation.site_rules import site_rules
 from bitwright.inference.emulation.values import ValueRule, scaled_operands, value_rule
+from bitwright.inference.planned_model import sites_of
 from bitwright.models.linear_calls import LinearCalls, Matrix, Operation
 from bitwright.models.loaded import LoadedModel
-from bitwright.models.sites import Site, find_sites
+from bitwright.models.sites import Site
 from bitwright.models.value_calls import ATTENTION_PARTS, ValueCalls
 from bitwright.models.value_sites import ValueSite, find_value_sites
 from bitwright.plan import Plan, SiteChoice
@@ -60,7 +61,7 @@ class StaticPlaces:
         Raises:
             PlanError: there are none, or the plan does not fit the model.
         """
-        known = find_sites(loaded.model) if sites is None else tuple(sites)
+        known = sites_of(plan, loaded.model) if sites is None else tuple(sites)
         static = [c for c in plan.sites if c.kind == "weight" and SCHEMES[c.scheme].static_activations]
         unset = {f"{choice.name}/input_scale": np.ones((), np.float32) for choice in static}
         rules = site_rules(plan.attach(tensors={**unset, **plan.tensors}), known)
