@@ -448,6 +448,17 @@ def test_help_version_and_no_arguments(capsys):
         assert "Usage: bitwright" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("verb", ["", "optimize", "run", "import", "bench", "formats", "formats show", "hardware"])
+def test_help_has_no_words_of_the_parser_and_whole_sentences(verb: str, capsys):
+    assert main([*verb.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    assert not re.search(r"[{}<>](?!=)|INTEGER|(?<!])\.\.\.$", text, flags=re.MULTILINE)
+    if verb == "":
+        assert "chat      Talk to the model" in text and "the end of the input ends it." in text
+    if verb == "run":
+        assert "Usage: bitwright run [OPTIONS] PLAN\n" in text and "--prompt TEXT" in text and "--seed N " in text
+
+
 def test_application_runs_without_main():
     result = CliRunner().invoke(create_app(), ["formats"])
     assert result.exit_code == 0 and "fp8_e4m3" in result.output

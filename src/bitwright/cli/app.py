@@ -30,7 +30,7 @@ from bitwright.cli import (
     show,
     verify,
 )
-from bitwright.cli.panels import PanelledCommand
+from bitwright.cli.panels import PlainCommand, PlainGroup, without_braces
 from bitwright.cli.usage import NUMBERS_MAY_BE_NEGATIVE, UsageMistake
 
 #: What the parser raises for options it cannot read. Its public name differs between versions of typer.
@@ -41,6 +41,7 @@ def create_app() -> typer.Typer:
     """Return a new application with every verb."""
     app = typer.Typer(
         name="bitwright",
+        cls=PlainGroup,
         help="Chooses, proves and guards the numerical precision of language models.",
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -48,36 +49,36 @@ def create_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
-    app.command("optimize", cls=PanelledCommand)(optimize.optimize_command)
-    app.command("verify")(verify.verify_command)
-    app.command("run")(run_.run_command)
-    app.command("chat")(chat.chat_command)
-    app.command("bench")(bench.bench_command)
-    app.command("compare")(compare.compare_command)
-    app.command("show")(show.show_command)
-    app.command("export")(export.export_command)
-    app.command("import")(import_.import_command)
+    app.command("optimize", cls=PlainCommand)(optimize.optimize_command)
+    app.command("verify", cls=PlainCommand)(verify.verify_command)
+    app.command("run", cls=PlainCommand)(run_.run_command)
+    app.command("chat", cls=PlainCommand)(chat.chat_command)
+    app.command("bench", cls=PlainCommand)(bench.bench_command)
+    app.command("compare", cls=PlainCommand)(compare.compare_command)
+    app.command("show", cls=PlainCommand)(show.show_command)
+    app.command("export", cls=PlainCommand)(export.export_command)
+    app.command("import", cls=PlainCommand)(import_.import_command)
     app.add_typer(_create_formats_app(), name="formats")
-    app.command("schemes")(schemes.schemes_command)
+    app.command("schemes", cls=PlainCommand)(schemes.schemes_command)
     app.add_typer(_create_hardware_app(), name="hardware")
     return app
 
 
 def _create_formats_app() -> typer.Typer:
-    app = typer.Typer(rich_markup_mode=None)
+    app = typer.Typer(cls=PlainGroup, rich_markup_mode=None)
     app.callback(invoke_without_command=True)(formats.formats_command)
-    app.command("show", context_settings=NUMBERS_MAY_BE_NEGATIVE)(formats_show.show_command)
-    app.command("compare", context_settings=NUMBERS_MAY_BE_NEGATIVE)(formats_compare.compare_command)
-    app.command("histogram")(formats_histogram.histogram_command)
+    app.command("show", cls=PlainCommand, context_settings=NUMBERS_MAY_BE_NEGATIVE)(formats_show.show_command)
+    app.command("compare", cls=PlainCommand, context_settings=NUMBERS_MAY_BE_NEGATIVE)(formats_compare.compare_command)
+    app.command("histogram", cls=PlainCommand)(formats_histogram.histogram_command)
     return app
 
 
 def _create_hardware_app() -> typer.Typer:
-    app = typer.Typer(rich_markup_mode=None)
+    app = typer.Typer(cls=PlainGroup, rich_markup_mode=None)
     app.callback(invoke_without_command=True)(hardware.hardware_command)
-    app.command("list")(hardware.list_command)
-    app.command("show")(hardware_show.show_command)
-    app.command("profile")(hardware_profile.profile_command)
+    app.command("list", cls=PlainCommand)(hardware.list_command)
+    app.command("show", cls=PlainCommand)(hardware_show.show_command)
+    app.command("profile", cls=PlainCommand)(hardware_profile.profile_command)
     return app
 
 
@@ -97,7 +98,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _sentence(error: Exception) -> str:
     text = error.format_message() if hasattr(error, "format_message") else str(error)
-    return str(text).rstrip(".").replace("\n", " ")
+    return without_braces(str(text)).rstrip(".").replace("\n", " ")
 
 
 def _verb(arguments: Sequence[str]) -> str:

@@ -160,6 +160,7 @@ def optimize_command(
     task: Annotated[
         str,
         typer.Option(
+            metavar="text|chat|embedding",
             help="text scores every token, chat the assistant's only, embedding compares vectors of texts.",
             rich_help_panel=_TEXT,
         ),
