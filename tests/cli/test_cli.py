@@ -23,6 +23,7 @@ from bitwright.cli import main
 from bitwright.cli.app import create_app
 from bitwright.cli.optimize import default_folder, optimize_command
 from bitwright.cli.progress import Bars
+from bitwright.cli.table import new_console, print_rows
 from bitwright.errors import ModelError
 from bitwright.plan import Budget, Measured, Workload, load_plan, write_plan
 from bitwright.report import render_report, total_roles
@@ -309,6 +310,24 @@ def test_show(folder: Path, capsys):
     assert "KL predicted" in head and "measured" not in head
     assert main(["show", str(folder), "--json"]) == 0
     assert capsys.readouterr().out == plan.to_json()
+
+
+def test_lines_break_beside_numbers_and_their_units(capsys):
+    """At whatever place the line ends: a sentence whose first word grows letter by letter."""
+    for length in range(1, 90):
+        console = new_console()
+        print_rows(console, [("title", f"{'x' * length} is 38 % larger, 94.5 MiB, in 1 site of 12 sites")])
+        lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+        assert not [line for line in lines if re.search(r"\b(38|94\.5|1|12)$", line)], lines
+        assert max(map(len, lines)) <= 80
+    assert "\uf8ff" not in "".join(lines)
+
+
+def test_the_engine_that_was_asked_for_stands_in_the_summary(tmp_path: Path, capsys):
+    plan = make_plan(num_layers=1)
+    write_plan(plan.replace(options=plan.options.model_copy(update={"engine": "vllm"})), tmp_path / "asked")
+    assert main(["show", "asked"]) == 0
+    assert re.search(r"^engine +vllm *$", capsys.readouterr().out, flags=re.MULTILINE)
 
 
 def line_cells(table: str, *start: str) -> list[str]:

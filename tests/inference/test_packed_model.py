@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -342,6 +343,11 @@ def test_modes_and_what_they_refuse(make_tiny_model: Callable[..., Any]) -> None
     assert "not native: torch._int_mm takes weights in int8, not in fp8_e4m3" in runs[sites[0].name].reason
     table = planned.bitwright_run.table()
     assert "mlp.down" in table and "torch._int_mm: INT8 codes times INT8 codes" in table and "computes in bf16" in table
+    roles = [line.split()[0] for line in table.splitlines()[1:] if re.match(r"(attn|mlp)\.", line)]
+    assert roles == sorted(roles, key=roles.index) and len(roles) == len(set(roles))
+    passed_over = [line for line in table.splitlines() if line.startswith("not ")]
+    assert len(passed_over) == len(set(passed_over)) > 0
+    assert sum(line.count("torch._int_mm takes weights in int8, not in fp8_e4m3") for line in table.splitlines()) == 1
     native: Any = apply(uniform_plan(sites, "int8"), model, mode="native", dtype=torch.float32)
     assert {s.kernel for s in native.bitwright_run.sites if s.scheme == "int8"} == {"torch._int_mm"}
 

@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 
 from bitwright.errors import MissingExtra, ReportError
 from bitwright.plan import (
+    Budget,
     Interval,
     LimitStudy,
     LongerContext,
+    Loosened,
     ModelInfo,
     OtherChoice,
     ParetoPoint,
@@ -31,6 +33,7 @@ from bitwright.report.layer_map import build_layer_map, layer_of
 from bitwright.report.limit_words import say_limits
 from bitwright.report.palette import ink_on, scheme_colours
 from bitwright.report.pareto_figure import overflow_colour
+from bitwright.report.render import _balanced
 from bitwright.report.units import spell_number
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -57,7 +60,7 @@ class Balance(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.text.append(data)
+        self.text.append(data.replace("\u00a0", " "))
 
 
 def parse(page: bytes) -> Balance:
@@ -289,9 +292,60 @@ def test_front_names_no_series_that_the_star_hides():
 # --- limits, comparisons, the front, robustness ----------------------------------------------------------------------
 
 
+def test_no_line_parts_a_number_from_its_unit(page: bytes):
+    text = page.decode("utf-8").partition("<main>")[2]
+    assert "\u00a0%" in text and "\u00a0MiB" in text
+    assert re.search(r">[^<]*\d (%|MiB|ms)[^<]*</(p|li|td)>", text) is None
+
+
+def test_the_engine_that_was_asked_for_stands_at_the_top():
+    plan = make_plan(num_layers=1)
+    assert plan.options is not None
+    asked = plan.replace(options=plan.options.model_copy(update={"engine": "vllm"}))
+    head = render_report(asked).decode("utf-8").partition("</header>")[0]
+    assert "engine vllm" in head and "engine" not in render_report(plan).decode("utf-8").partition("</header>")[0]
+
+
+def test_a_plan_without_limits_says_so():
+    plan = make_plan(num_layers=1).replace(budget=Budget(), limits=(), measured=None, met=False)
+    text = " ".join(parse(render_report(plan)).text)
+    assert "The plan has no limits." in text and "Not every limit" not in text
+    assert "neither predicted nor measured" in text
+
+
+def test_an_optimum_that_measurements_changed_is_told_from_the_plan():
+    plan = make_plan(num_layers=1)
+    study = LimitStudy(
+        name="max_kl",
+        limit=0.1,
+        binds=True,
+        objective="weight_bytes",
+        before=98_776_064,
+        alone=1.0,
+        loosened=(Loosened(by=0.05, value=97_517_568),),
+    )
+    plan = plan.replace(limit_studies=(study,), summary=plan.summary.model_copy(update={"weight_bytes": 99_090_432}))
+    (said,) = say_limits(plan)
+    assert said == (
+        "max_kl binds: the weights are 94.2 MiB at the optimum of the predictions, 94.5 MiB in the plan; "
+        "5 % more would save 1.20 MiB"
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "columns"), [(6, [2, 3, 3, 3, 6]), (7, [2, 3, 4, 4, 4]), (5, [2, 3, 3, 5, 5]), (1, [1] * 5)]
+)
+def test_rows_of_tiles_are_of_nearly_equal_length(count: int, columns: list[int]):
+    assert [_balanced(count, most) for most in range(2, 7)] == columns
+
+
 def test_what_binds_and_what_was_gained_is_said(page: bytes):
     text = " ".join(parse(page).text)
-    assert "effective_bits binds" in text and "5 % more would make it" in text and "max_kl does not bind" in text
+    assert (
+        "effective_bits binds: the predicted KL is " in text
+        and "5 % more would make it" in text
+        and "max_kl does not bind" in text
+    )
     assert "the plan is better beyond the noise" in text
 
 

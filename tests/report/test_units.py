@@ -9,6 +9,7 @@ import pytest
 from bitwright.plan import Limit
 from bitwright.report.units import (
     spell_bytes,
+    spell_count,
     spell_decibels,
     spell_excess,
     spell_limit_value,
@@ -17,6 +18,10 @@ from bitwright.report.units import (
     spell_seconds,
     spell_share,
 )
+
+
+def test_one_is_no_plural() -> None:
+    assert [spell_count(n, "site") for n in (0, 1, 2, 1024)] == ["0 sites", "1 site", "2 sites", "1,024 sites"]
 
 
 @pytest.mark.parametrize(

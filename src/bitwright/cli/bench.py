@@ -14,7 +14,7 @@ from bitwright.cli.progress import Bars
 from bitwright.cli.run_ import ModelOption, ModeOption, PlanArgument
 from bitwright.cli.table import new_console, new_table, print_table
 from bitwright.plan import load_plan
-from bitwright.report.units import spell_bytes, spell_number
+from bitwright.report.units import spell_bytes, spell_count, spell_number
 
 if TYPE_CHECKING:
     from bitwright.inference.generation.speed import Speed
@@ -70,8 +70,9 @@ def bench_command(
         return
     console = new_console()
     print_table(console, _table(found["plan"], found["bf16"]))
-    threads = torch.get_num_threads()
-    where = f"medians of {repeats} rounds, {batch} x {prompt_tokens} + {new_tokens} tokens, {threads} threads"
+    rounds = "one round" if repeats == 1 else f"medians of {repeats} rounds"
+    threads = spell_count(torch.get_num_threads(), "thread")
+    where = f"{rounds}, {batch} x {prompt_tokens} + {new_tokens} tokens, {threads}"
     console.print(Text(where, style="dim"))
     console.print(models["plan"].bitwright_run.table(), markup=False, soft_wrap=True)
 

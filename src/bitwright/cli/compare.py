@@ -16,7 +16,7 @@ from bitwright.cli.table import least_rows, new_console, new_table, print_rows, 
 from bitwright.plan import PlanComparison, diff_sites, load_plan
 from bitwright.plan.canonical import canonical_json
 from bitwright.report.comparison_words import say_comparison, spell_signed
-from bitwright.report.units import spell_bytes, spell_interval, spell_seconds
+from bitwright.report.units import spell_bytes, spell_count, spell_interval, spell_seconds
 
 
 def compare_command(
@@ -63,7 +63,7 @@ def compare_command(
 def _print_differences(console: Console, found: PlanComparison, *, one_line_each: bool) -> None:
     """Sites that differ, by role and pair of choices or one by one."""
     if not found.sites:
-        console.print(f"all {found.num_sites} sites have the same choice")
+        console.print(f"no difference: {spell_count(found.num_sites, 'site')} under the same choice")
         return
     table = new_table(
         ("site" if one_line_each else "site group", False),
@@ -83,7 +83,7 @@ def _print_differences(console: Console, found: PlanComparison, *, one_line_each
         for key, count in counts.items():
             table.add_row(Text(key[0]), Text(key[1]), Text(key[2]), str(count), _signed_bytes(sizes[key]))
     print_table(console, table)
-    console.print(Text(f"{len(found.sites)} of {found.num_sites} sites differ", style="dim"))
+    console.print(Text(f"{len(found.sites)} of {spell_count(found.num_sites, 'site')} differ", style="dim"))
 
 
 def _print_measurements(console: Console, found: PlanComparison, first: Path, second: Path) -> None:
@@ -95,7 +95,9 @@ def _print_measurements(console: Console, found: PlanComparison, first: Path, se
         time = "" if decode_s is None else f", {spell_seconds(decode_s)} a token (predicted)"
         rows.append((name, f"{path}: KL {spell_interval(kl)}, {spell_bytes(num_bytes)}{time}"))
     rows.append(("difference", f"KL {spell_signed(found.difference)}, second less first"))
-    rows.append(("measured on", f"{found.source}, {found.sequences} sequences, both the same; 95 % intervals"))
+    rows.append(
+        ("measured on", f"{found.source}, {spell_count(found.sequences, 'sequence')}, both the same; 95 % intervals")
+    )
     print_rows(console, rows)
     style = {"better": "bold green", "within the noise": "bold", "worse": "bold red"}[found.verdict]
     console.print(Text(say_comparison(found), style=style))

@@ -12,7 +12,7 @@ from rich.console import Console
 from bitwright.cli.progress import Bars
 from bitwright.errors import DataError
 from bitwright.plan import Plan, load_plan
-from bitwright.report.units import spell_bytes, spell_number
+from bitwright.report.units import spell_bytes, spell_count, spell_number
 
 if TYPE_CHECKING:
     from bitwright.inference.generation.generate import Generated
@@ -98,7 +98,7 @@ def write_text(text: str) -> None:
 def say_speed(planned: Any, found: Generated) -> str:
     """One line on a generation."""
     tokens = sum(map(len, found.tokens))
-    parts = [f"{tokens} tokens"]
+    parts = [spell_count(tokens, "token")]
     if found.num_steps:
         parts.append(f"{spell_number(found.decode_tokens_per_s)} tokens/s")
     parts.append(f"weights {spell_bytes(planned.bitwright_run.weight_bytes)}")

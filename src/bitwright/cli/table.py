@@ -7,6 +7,7 @@ never cut: a table that needs more room than there is takes it, and the terminal
 from __future__ import annotations
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement, measure_renderables
 from rich.table import Table
@@ -17,6 +18,7 @@ from bitwright.report.comparison_words import say_uniform
 from bitwright.report.groups import spell_choice, total_roles
 from bitwright.report.limit_words import say_bound, say_limits
 from bitwright.report.units import (
+    BEFORE_UNIT,
     LIMIT_TITLES,
     spell_bytes,
     spell_count,
@@ -34,6 +36,8 @@ _MIN_WIDTH = 80
 _ASCII_BOX = box.Box("    \n" * 2 + " -- \n" + "    \n" * 5, ascii=True)
 #: To so many columns text is folded before a table grows beyond the terminal.
 _FOLDED_WIDTH = 16
+#: What stands for the space between a number and its unit while lines are broken.
+_HELD = "\uf8ff"
 #: More columns than any cell takes.
 _ALL_THE_ROOM = 1000
 
@@ -144,6 +148,7 @@ def print_summary(console: Console, plan: Plan) -> None:
     rows = [
         ("model", f"{plan.model.name}, {plan.model.params:,} parameters"),
         ("hardware", f"{plan.hardware} ({plan.hardware_reason})" if plan.hardware_reason else plan.hardware),
+        *((("engine", plan.options.engine),) if plan.options and plan.options.engine else ()),
         (
             "weights",
             f"{spell_bytes(plan.summary.weight_bytes)} ({spell_bytes(2 * plan.model.params)} in 16 bits), "
@@ -168,8 +173,8 @@ def print_summary(console: Console, plan: Plan) -> None:
     if plan.ruled_out:
         first = plan.ruled_out[0]
         more = len(plan.ruled_out) - 1
-        rest = f"; {more} more reasons in the report" if more else ""
-        rows.append(("ruled out", f"{first.scheme} at {first.sites} sites: {first.reason}{rest}"))
+        rest = f"; {more} more {'reason' if more == 1 else 'reasons'} in the report" if more else ""
+        rows.append(("ruled out", f"{first.scheme} at {spell_count(first.sites, 'site')}: {first.reason}{rest}"))
     rows += [("limits", sentence) for sentence in say_limits(plan)]
     rows += [("note", note) for note in (*plan.model.notes, *plan.notes)]
     print_rows(console, rows)
@@ -183,7 +188,7 @@ def _workload_rows(plan: Plan) -> list[tuple[str, str]]:
     if memory is not None:
         parts = ("weights", "kv_cache", "activations", "workspace")
         listing = ", ".join(f"{part.replace('_', ' ')} {spell_bytes(getattr(memory, part))}" for part in parts)
-        load = f"{workload.batch} × {workload.context:,} tokens"
+        load = f"{workload.batch} × {spell_count(workload.context or 0, 'token')}"
         rows.append(("on the device", f"{spell_bytes(memory.total)} for {load}: {listing}"))
     if latency is not None:
         rate = workload.batch / latency.decode_s_per_token if latency.decode_s_per_token > 0 else 0.0
@@ -222,8 +227,8 @@ def measured_rows(measured: Measured) -> list[tuple[str, str]]:
     rows.append(
         (
             "measured on",
-            f"{measured.tokens:,} tokens{source} in {measured.sequences} sequences; brackets are "
-            f"{100 * measured.confidence:.0f} % intervals",
+            f"{spell_count(measured.tokens, 'token')}{source} in {spell_count(measured.sequences, 'sequence')}; "
+            f"brackets are {100 * measured.confidence:.0f} % intervals",
         )
     )
     return rows
@@ -260,9 +265,23 @@ def print_rows(console: Console, rows: list[tuple[str, str]]) -> None:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
+    room = console.width - max((cell_len(title) for title, _ in rows), default=0) - 2
     for title, text in rows:
-        grid.add_row(Text(title), Text(text))
+        grid.add_row(Text(title), Text(_wrapped(text, room)))
     print_table(console, grid)
+
+
+def _wrapped(text: str, room: int) -> str:
+    """Break into lines at spaces, none of which parts a number from its unit; the terminal breaks at any."""
+    held = BEFORE_UNIT.sub(_HELD, text)
+    lines = [""]
+    for word in held.split(" "):
+        longer = f"{lines[-1]} {word}" if lines[-1] else word
+        if lines[-1] and cell_len(longer) > max(room, _FOLDED_WIDTH):
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return "\n".join(lines).replace(_HELD, " ")
 
 
 def print_limits(console: Console, plan: Plan) -> None:

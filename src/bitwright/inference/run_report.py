@@ -35,6 +35,9 @@ class SiteRun:
     #: Bytes in memory, and those of the plan.
     bytes: int
     plan_bytes: int
+    #: The reason without what was passed over, and that one by one.
+    own_reason: str | None = None
+    passed_over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,24 +64,28 @@ class RunReport:
         return self.other_bytes + sum(site.bytes for site in self.sites)
 
     def groups(self) -> Mapping[tuple[str, str, str, str], tuple[int, int, int]]:
-        """(role, scheme, kernel, reason) → sites, bytes in memory, bytes in the plan; in the order of the model."""
+        """(role, scheme, kernel, reason) → sites, bytes in memory, bytes in the plan; by role, in the model's order."""
         found: dict[tuple[str, str, str, str], tuple[int, int, int]] = {}
-        for site in self.sites:
+        roles = list(dict.fromkeys(site.role for site in self.sites))
+        for site in sorted(self.sites, key=lambda site: (roles.index(site.role), site.scheme)):
             key = site.role, site.scheme, site.kernel, site.reason
             count, num_bytes, plan_bytes = found.get(key, (0, 0, 0))
             found[key] = count + 1, num_bytes + site.bytes, plan_bytes + site.plan_bytes
         return found
 
     def table(self) -> str:
-        """One line for each role, scheme and kernel, and the reasons below; needs no terminal."""
+        """One line for each role, scheme and kernel, and below each reason once; needs no terminal."""
         rows = [("role", "scheme", "runs as", "sites", "bytes", "bytes in plan")]
-        reasons: dict[str, str] = {}
-        for (role, scheme, kernel, reason), (count, num_bytes, plan_bytes) in self.groups().items():
+        for (role, scheme, kernel, _), (count, num_bytes, plan_bytes) in self.groups().items():
             rows.append((role, scheme, kernel, str(count), f"{num_bytes:,}", f"{plan_bytes:,}"))
-            reasons.setdefault(reason, kernel)
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
-        lines += [f"{kernel}: {reason}" for reason, kernel in reasons.items()]
+        lines += dict.fromkeys(f"{site.kernel}: {site.own_reason or site.reason}" for site in self.sites)
+        passed_over: dict[str, dict[str, None]] = {}
+        for site in self.sites:
+            for reason in site.passed_over:
+                passed_over.setdefault(reason, {})[site.scheme] = None
+        lines += [f"{reason} ({', '.join(schemes)})" for reason, schemes in passed_over.items()]
         lines.append(f"computes in {spell_dtype(self.dtype)}: {self.dtype_reason}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 

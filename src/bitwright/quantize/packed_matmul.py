@@ -41,6 +41,8 @@ class MatmulSelection:
 
     layout: MatmulLayout
     reason: str
+    #: "not dot: …" of every layout that comes before it.
+    passed_over: tuple[str, ...] = ()
 
 
 @cache
@@ -65,7 +67,11 @@ def select_matmul(
         reason = layout.why_not(scheme, shape, device_type, dtype)
         if reason is None:
             passed = "; ".join(passed_over)
-            selection = MatmulSelection(layout=layout, reason=f"{layout.description}{f' ({passed})' if passed else ''}")
+            selection = MatmulSelection(
+                layout=layout,
+                reason=f"{layout.description}{f' ({passed})' if passed else ''}",
+                passed_over=tuple(passed_over),
+            )
             _LOG.info("layout %s of %s %s: %s", layout.name, scheme, shape, selection.reason)
             return selection
         passed_over.append(f"not {layout.name}: {reason}")

@@ -13,16 +13,16 @@ from bitwright.report.units import (
 
 #: Quantity that is made small → what it is called.
 _OBJECTIVES = {
-    "kl": "the predicted KL",
-    "weight_bytes": "the weights",
-    "device_bytes": "what has to fit on the device",
-    "decode_s": "the predicted time of a decode step",
+    "kl": "the predicted KL is",
+    "weight_bytes": "the weights are",
+    "device_bytes": "what has to fit on the device is",
+    "decode_s": "the predicted time of a decode step is",
 }
 
 
 def say_limits(plan: Plan) -> tuple[str, ...]:
     """One sentence for every limit that binds or cannot be reached; one for all others together."""
-    said = [sentence for study in plan.limit_studies if (sentence := _say(study)) is not None]
+    said = [sentence for study in plan.limit_studies if (sentence := _say(study, plan)) is not None]
     loose = [study.name for study in plan.limit_studies if study.before is not None and not study.binds]
     if loose and len(loose) < len(plan.limit_studies):
         said.append(f"{_list(loose)} {'does' if len(loose) == 1 else 'do'} not bind")
@@ -42,12 +42,12 @@ def say_bound(limit: Limit) -> str:
     return f"at least {bound}" if is_lower_limit(limit.name) else bound
 
 
-def _say(study: LimitStudy) -> str | None:
+def _say(study: LimitStudy, plan: Plan) -> str | None:
     if study.before is None:
         return _out_of_reach(study)
     if not study.binds:
         return None
-    what = _OBJECTIVES.get(study.objective, study.objective)
+    what = _OBJECTIVES.get(study.objective, f"{study.objective} is")
     bought = [
         f"{100 * step.by:g} % {_way(study.name)} {_gain(study, step.value)}"
         for step in study.loosened
@@ -57,7 +57,20 @@ def _say(study: LimitStudy) -> str | None:
         most = max(step.by for step in study.loosened)
         return f"{study.name} binds, but {100 * most:g} % {_way(study.name)} would buy nothing: choices are whole"
     now = spell_quantity(study.objective, study.before)
-    return f"{study.name} binds: {what} is {now}; {', '.join(bought)}"
+    here = _in_plan(study.objective, plan)
+    if here is not None and spell_quantity(study.objective, here) != now:
+        now += f" at the optimum of the predictions, {spell_quantity(study.objective, here)} in the plan"
+    return f"{study.name} binds: {what} {now}; {', '.join(bought)}"
+
+
+def _in_plan(quantity: str, plan: Plan) -> float | None:
+    """What is made small, as the plan has it after everything that measurements changed."""
+    return {
+        "kl": plan.summary.predicted_kl,
+        "weight_bytes": plan.summary.weight_bytes,
+        "device_bytes": None if plan.device_memory is None else plan.device_memory.total,
+        "decode_s": None if plan.latency is None else plan.latency.decode_s_per_token,
+    }.get(quantity)
 
 
 def _way(name: str) -> str:

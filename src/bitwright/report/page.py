@@ -24,9 +24,11 @@ def load_templates() -> Any:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_keep_units,
     )
     environment.filters.update(
         bytes=units.spell_bytes,
+        count=units.spell_count,
         number=units.spell_number,
         percent=units.spell_percent,
         seconds=units.spell_seconds,
@@ -36,3 +38,8 @@ def load_templates() -> Any:
         decibels=units.spell_decibels,
     )
     return environment
+
+
+def _keep_units(value: Any) -> Any:
+    """Text whose numbers no line parts from their units; markup (plots) stays as it is."""
+    return units.BEFORE_UNIT.sub("\u00a0", value) if type(value) is str else value

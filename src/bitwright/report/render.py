@@ -59,6 +59,7 @@ def _context(plan: Plan) -> dict[str, Any]:
     total = max(sum(weights.values()), 1)
     return {
         "plan": plan,
+        "balanced": _balanced,
         "roles": total_roles(plan),
         "legend": [
             {
@@ -95,3 +96,9 @@ def _context(plan: Plan) -> dict[str, Any]:
         ],
         "sites_by_kl": sorted(plan.sites, key=lambda site: (-site.predicted_kl, site.name)),
     }
+
+
+def _balanced(count: int, most: int) -> int:
+    """Columns for so many tiles, at most `most`, so that no row is more than needed shorter than the others."""
+    rows = math.ceil(count / most)
+    return math.ceil(count / rows)

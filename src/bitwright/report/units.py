@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 
 from bitwright.plan import Interval, Limit
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+_AFTER_NUMBERS = (*_UNITS, *"% s ms µs ns nats dB bits tokens token sites site sequences sequence threads".split())
+#: The space between a number and its unit, at which no line should break.
+BEFORE_UNIT = re.compile(rf"(?<=[\d∞]) (?=(?:{'|'.join(_AFTER_NUMBERS)})(?![\w-]))")
 
 #: Limit → what a reader calls it.
 LIMIT_TITLES = {

@@ -40,6 +40,9 @@ class Multiplication:
     #: What inputs are when they are multiplied as numbers.
     inputs_dtype: torch.dtype
     native: NativeProduct | None = None
+    #: The same without what was passed over, and that one by one; None and none where nothing was.
+    own_reason: str | None = None
+    passed_over: tuple[str, ...] = ()
 
 
 def choose(scheme: Scheme, shape: tuple[int, int], mode: Mode, device_type: str, dtype: torch.dtype) -> Multiplication:
@@ -66,12 +69,14 @@ def choose(scheme: Scheme, shape: tuple[int, int], mode: Mode, device_type: str,
     exact = scheme.activations is None or is_stored_in(scheme.activations, dtype)
     inputs_dtype = dtype if exact else torch.float32
     selection = select_matmul(scheme.weights, shape, device_type, inputs_dtype)
-    not_native = f"; not native: {native.reason}" if mode != "packed" else ""
+    not_native = () if mode == "packed" else (f"not native: {native.reason}",)
     return Multiplication(
         kind="packed",
         kernel=selection.layout.name,
-        reason=f"{selection.reason}{not_native}",
+        reason="; ".join((selection.reason, *not_native)),
         inputs_dtype=inputs_dtype,
+        own_reason=selection.layout.description,
+        passed_over=(*selection.passed_over, *not_native),
     )
 
 

@@ -306,6 +306,8 @@ class _Builder:
             scheme="as_loaded" if choice is None else choice.scheme,
             kernel=spell_dtype(self.dtype) if how is None else how.kernel,
             reason="the plan says nothing of it" if how is None else how.reason,
+            own_reason=None if how is None else how.own_reason,
+            passed_over=() if how is None else how.passed_over,
             bytes=self.num_bytes.get(site.name, plain),
             plan_bytes=plain if choice is None else choice.bytes,
         )
