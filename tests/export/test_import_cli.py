@@ -171,3 +171,15 @@ def test_a_checkpoint_that_is_not_there_is_told_before_the_reference_is_loaded(
     for folder in ("nowhere", "plain"):
         code, said = run(capsys, "import", tmp_path / folder, "--reference", "demo", "--out", tmp_path / "plan")
         assert code == 2 and folder in said
+
+
+def test_text_that_is_not_there_is_told_before_a_model_is_loaded(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = ("--evaluation", tmp_path / "nowhere.txt", "--out", tmp_path / "plan")
+    for name in ("bitwright.models.load", "bitwright.search.subject"):
+        __import__(name)
+        monkeypatch.setattr(sys.modules[name], "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    for verb in (("import", checkpoint, "--reference", "demo"), ("optimize", "demo")):
+        code, said = run(capsys, *verb, *missing)
+        assert code == 2 and "nowhere.txt' does not exist" in said

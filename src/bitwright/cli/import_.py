@@ -63,8 +63,10 @@ def import_command(
     from bitwright.export.imported_plan import ProofText, plan_of
     from bitwright.export.importer import look, raise_if_refused, recognise, without_refused
     from bitwright.models.load import load
+    from bitwright.search.documents import raise_if_no_source
 
     recognise(checkpoint)
+    raise_if_no_source(evaluation)
     with Bars() as bars:
         with bars.stage("load the reference", 1) as stage:
             loaded = load(reference, allow_pickle=allow_pickle)

@@ -277,7 +277,7 @@ def _changed_parameters(
     if rounded:
         formats = ", ".join(sorted(set(rounded.values())))
         notes.append(
-            f"{len(rounded)} parameters that are no matrices are rounded to {formats}; they stay as in the reference"
+            f"rounded to {formats}, and here as in the reference: parameters that are no matrices ({len(rounded)})"
         )
     return changed, notes
 
@@ -301,8 +301,8 @@ def raise_if_refused(found: Found) -> None:
         by_reason.setdefault(reason, []).append(name)
     lines = [f"  {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
     raise ModelError(
-        f"{found.path} holds {len(found.refused)} tensors that no plan for the reference can express; with --partial "
-        "they stay as the reference has them:\n" + "\n".join(lines)
+        f"{found.path} has what no plan for the reference can express (tensors: {len(found.refused)}); with "
+        "--partial it stays as the reference has it:\n" + "\n".join(lines)
     )
 
 
@@ -311,7 +311,7 @@ def without_refused(found: Found) -> Found:
     kept = [Taken(site=site) for site in found.sites if site.name in found.refused]
     taken = {item.site.name: item for item in (*found.taken, *kept)}
     shown = ", ".join(list(found.refused)[:5]) + (", …" if len(found.refused) > 5 else "")
-    note = f"{len(found.refused)} tensors of the checkpoint were left out and are as the reference has them: {shown}"
+    note = f"left out, so that the reference's stay: {shown} (tensors: {len(found.refused)})"
     return replace(
         found,
         taken=tuple(taken[site.name] for site in found.sites),

@@ -108,15 +108,19 @@ def read_source(source: str | Path, sample: Callable[[], tuple[Document, ...]] |
             identity=written,
             documents=documents,
         )
+    raise_if_no_source(source)
     path = Path(source)
-    _raise_if_no_file(written, path)
     documents = _distinct(_READERS[path.suffix.lower()](path), written)
     return TextSource(
         name=path.name, description=f"the file {path.name}", identity=str(path.resolve()), documents=documents
     )
 
 
-def _raise_if_no_file(written: str, path: Path) -> None:
+def raise_if_no_source(source: str | Path) -> None:
+    """Raise, as `read_source` does, where there is no such set and no such file: before a model is loaded."""
+    written, path = str(source), Path(source)
+    if written in CALIBRATION_SETS:
+        return
     suffixes = ", ".join(_READERS)
     looks_like_a_path = bool(path.suffix) or len(path.parts) > 1 or path.exists()
     if not looks_like_a_path:

@@ -14,6 +14,7 @@ from pathlib import Path
 from bitwright.models.loaded import LoadedModel
 from bitwright.plan import QUALITY_LIMITS, Budget, Plan, Prediction, Workload
 from bitwright.search.clock import Clock
+from bitwright.search.documents import raise_if_no_source
 from bitwright.search.draft import draft_plan
 from bitwright.search.learn import Learned
 from bitwright.search.learn_choices import learn_scores
@@ -127,6 +128,8 @@ def optimize(
         seed=seed,
     )
     folder = spool_folder(spool, cache)
+    for source in (calibration, evaluation):
+        raise_if_no_source(source)
     subject = open_subject(
         model,
         settings,

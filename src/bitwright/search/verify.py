@@ -24,7 +24,7 @@ from bitwright.models.loaded import LoadedModel
 from bitwright.models.spool import InMemory, Originals
 from bitwright.plan import Measured, Plan, Repetition
 from bitwright.search.bootstrap import kl_estimate
-from bitwright.search.documents import CALIBRATION_SETS
+from bitwright.search.documents import CALIBRATION_SETS, raise_if_no_source
 from bitwright.search.output import Effects, Output, Reference, open_output
 from bitwright.search.progress import Progress, Silent, Stage
 from bitwright.search.repetition import NEW_TOKENS, repetition
@@ -208,6 +208,8 @@ def reopen(
     """Load a plan's model and cut its final text again; arguments and errors are those of `verify`."""
     source = model if model is not None else _where_planned(plan, "model", plan.model.name, "--model")
     site_file = _where_planned(plan, "sites", "") or None
+    if evaluation is not None:
+        raise_if_no_source(evaluation)
     with progress.stage("load", 1) as stage:
         loaded = (
             source
