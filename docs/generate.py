@@ -37,7 +37,8 @@ from bitwright.cli.formats import native_devices, spell_specials
 from bitwright.export import EXPORTERS, supported_schemes
 from bitwright.export.source_kind import SOURCES
 from bitwright.inference.packed.native_rows import NATIVE_PRODUCTS
-from bitwright.plan.engine import Engine, engines
+from bitwright.plan.engine import Engine, ValueKind, WeightKind, engines
+from bitwright.plan.engine_rules import spell_capabilities
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS, TensorScheme
 from bitwright.quantize.catalogs import MATMULS, VALUE_SCHEMES
 from bitwright.quantize.select import BACKENDS
@@ -267,6 +268,9 @@ def engines_page() -> str:
 `bitwright optimize MODEL --engine NAME` chooses only what that engine runs; what is ruled out is listed in the plan
 with its reason. Each statement has a source. *read*: found there; *recalled*: not checked.
 
+*Kernels on*: a kind is left out on other devices, of which `--hardware` names one; otherwise it is the machine at hand,
+if the engine runs on such a machine at all. A compute capability is asked of NVIDIA's GPUs alone.
+
 {"".join(parts)}"""
 
 
@@ -281,34 +285,57 @@ def _engine(engine: Engine) -> str:
             ", ".join(kind.scale_formats) or "any",
             ", ".join(kind.activations) or "as they are",
             "may be shorter" if kind.ragged_groups else "must fit",
+            _kernels(kind),
             kind.source,
             kind.certainty,
         )
         for kind in engine.weights
     ]
     values = [
-        (kind.name, ", ".join(kind.roles), ", ".join(kind.formats), ", ".join(kind.axes), kind.source, kind.certainty)
+        (
+            kind.name,
+            ", ".join(kind.roles),
+            ", ".join(kind.formats),
+            ", ".join(kind.axes),
+            _kernels(kind),
+            kind.source,
+            kind.certainty,
+        )
         for kind in engine.values
     ]
     aliases = f" (also: {', '.join(f'`{alias}`' for alias in engine.aliases)})" if engine.aliases else ""
     kept = ", ".join(f"`{role}`" for role in engine.kept_roles) or "none"
-    titles = ("weights", "formats", "groups", "symmetry", "scales", "inputs", "last group", "source", "certainty")
+    where = ", ".join(engine.device_kinds) or "any device"
+    facts = ("weights", "formats", "groups", "symmetry", "scales", "inputs", "last group")
+    titles = (*facts, "kernels on", "source", "certainty")
+    of_values = ("values", "roles", "formats", "axis", "kernels on", "source", "certainty")
     tables = [
         ("Roles that share a scheme", markdown_table(("roles", "source", "certainty"), fused) if fused else ""),
         ("Weights", markdown_table(titles, weights) if weights else ""),
         (
             "Caches and other values",
-            markdown_table(("values", "roles", "formats", "axis", "source", "certainty"), values) if values else "",
+            markdown_table(of_values, values) if values else "",
         ),
     ]
     shown = "".join(f"### {title}\n\n{table}\n\n" for title, table in tables if table)
     notes = "".join(f"- {note}\n" for note in engine.notes)
     return f"""## `{engine.name}`{aliases}
 
-{engine.description}. Plain formats: {", ".join(engine.plain_formats)}. Roles that stay plain: {kept}. Source:
-{engine.source} ({engine.certainty}).
+{engine.description}. Plain formats: {", ".join(engine.plain_formats)}. Roles that stay plain: {kept}. Runs on: {where}.
+Source: {engine.source} ({engine.certainty}).
 
 {shown}{notes}{chr(10) if notes else ""}"""
+
+
+def _kernels(kind: WeightKind | ValueKind) -> str:
+    """Where an engine has kernels for a kind."""
+    least, most = kind.min_compute_capability, kind.max_compute_capability
+    parts = [
+        ", ".join(kind.device_kinds),
+        f"compute capability {spell_capabilities(least, most)}" if least or most else "",
+        f"processors with {', '.join(kind.cpu_flags)}" if kind.cpu_flags else "",
+    ]
+    return "; ".join(filter(None, parts)) or "any"
 
 
 def hardware_page() -> str:

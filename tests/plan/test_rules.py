@@ -322,6 +322,70 @@ def test_reasons_are_grouped() -> None:
     assert str(lone) == "int3_g64 at model.layers.0.mlp.up_proj: vllm has no int3 weights"
 
 
+@pytest.mark.parametrize(
+    ("scheme", "says"),
+    [
+        # benchmarks/results/vllm.json: what vLLM ran on such a processor, and what it refused
+        ("int4_g64", None),
+        ("int4_g32_zp", None),
+        ("int8", None),
+        ("fp8", None),
+        ("bf16", None),
+        ("int8_w", "vllm has no kernel for WNA16, 8 bits on a CPU (x86-avx512-bf16)"),
+        ("fp8_w", "vllm has no kernel for W8A16, FP8 on a CPU (x86-avx512-bf16)"),
+        ("mxfp4", "vllm has no kernel for MXFP4 on a CPU (x86-avx512-bf16)"),
+        ("fp8_block", "vllm has no kernel for W8A8, FP8 in blocks on x86-avx512-bf16: it needs amx_tile"),
+    ],
+)
+def test_kernels_of_vllm_on_a_cpu(scheme: str, says: str | None) -> None:
+    cpu, vllm = hardware.get("x86-avx512-bf16"), get_engine("vllm")
+    assert why_not(At(), SCHEMES[scheme], engine=vllm, kernels_on=cpu) == says
+    assert why_not(At(), SCHEMES[scheme], engine=vllm) is None  # of no device in particular
+    assert why_not(At(), SCHEMES[scheme], engine=vllm, kernels_on=hardware.get("b200")) is None
+
+
+def test_kernels_ask_for_other_sizes_on_a_cpu() -> None:
+    """kernels/linear/mixed_precision/cpu.py of vLLM: multiples of 32; Marlin fills up with zeros."""
+    site, vllm = At(shape=(40, 128)), get_engine("vllm")
+    assert why_not(site, SCHEMES["int4_g64"], engine=vllm, kernels_on=hardware.get("h100")) is None
+    reason = why_not(site, SCHEMES["int4_g64"], engine=vllm, kernels_on=hardware.get("x86-avx512-bf16"))
+    assert reason == "vllm takes WNA16, symmetric, on a CPU with out_features a multiple of 32, not 40"
+    amx = why_not(site, SCHEMES["fp8_block"], engine=vllm, kernels_on=hardware.get("x86-amx"))
+    assert amx is None  # torch.cpu._is_amx_tile_supported
+
+
+@pytest.mark.parametrize(
+    ("device", "scheme", "says"),
+    [
+        ("h100", "fp8", None),
+        ("l4", "fp8", "needs a compute capability of 9.0, not 8.9"),
+        ("b200", "fp8", "needs a compute capability of 9.0, not 10.0"),
+        ("b200", "nvfp4_static", None),
+        ("h100", "nvfp4_static", "needs a compute capability of 10.0 or more, not 9.0"),
+        ("a100", "int4_g128", None),
+        ("v100-sxm2", "int4_g128", "needs a compute capability of 8.0 or more, not 7.0"),
+        ("x86-amx", "int4_g128", "tensorrt-llm runs on a GPU, and not on x86-amx"),
+        ("x86-amx", "bf16", "tensorrt-llm runs on a GPU, and not on x86-amx"),
+        ("mi300x", "int4_g128", None),  # no such number: nothing is ruled out by it
+    ],
+)
+def test_kernels_of_tensorrt_llm(device: str, scheme: str, says: str | None) -> None:
+    """The support matrices of TensorRT-LLM and ModelOpt, with the numbers of NVIDIA's list of GPUs."""
+    reason = why_not(
+        At(shape=(4096, 4096)), SCHEMES[scheme], engine=get_engine("tensorrt-llm"), kernels_on=hardware.get(device)
+    )
+    assert reason == says if says is None else says in str(reason)
+
+
+def test_a_cache_that_a_cpu_rounds_otherwise() -> None:
+    cache = At(role="kv_cache", shape=(8, 128))
+    for device, rounded, cut in (("h100", True, False), ("x86-amx", False, True)):
+        for scheme, runs in (("fp8_e4m3_tensor", rounded), ("fp8_e4m3_tensor_truncated", cut)):
+            reason = why_not(cache, VALUE_SCHEMES[scheme], engine=get_engine("vllm"), kernels_on=hardware.get(device))
+            assert (reason is None) == runs
+            assert runs or "has no kernel for FP8 KV cache" in str(reason)
+
+
 def test_the_device_speaks_before_the_engine() -> None:
     reason = why_not(At(), SCHEMES["fp8"], device=hardware.get("a100"), engine=get_engine("llama.cpp"))
     assert reason == "a100-sxm has no matrix unit for fp8_e4m3"

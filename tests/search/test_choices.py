@@ -22,6 +22,7 @@ from bitwright.search.choices import find_choices
 from bitwright.search.compare_plans import compare_plans
 from bitwright.search.optimize import optimize
 from bitwright.search.price import AS_LOADED
+from bitwright.search.settings import settle
 from bitwright.search.verify import verify
 
 W4, W8, FP8 = (Candidate(scheme=name) for name in ("int4_g64", "int8_w", "fp8"))
@@ -66,6 +67,45 @@ def test_groups_of_tokens_longer_than_the_text_say_nothing(load_tiny: Callable[.
         found = find_choices((), keys, (), ["int4_channel_g32"], device=None, engine=None, sequence_length=length)
         assert (keys[0].name in found.candidates) == left
         assert left or "never fill" in found.ruled_out[0].reason
+
+
+@pytest.mark.parametrize(
+    ("engine", "asked", "rules"),
+    [
+        ("vllm", None, True),  # it runs on the processor at hand, so that its kernels there count
+        ("tensorrt-llm", None, False),  # it does not: the plan is for another machine
+        ("tensorrt-llm", "x86-amx", True),  # unless that was asked for
+    ],
+)
+def test_whose_kernels_count(monkeypatch: pytest.MonkeyPatch, engine: str, asked: str | None, rules: bool) -> None:
+    found = (hardware.get("x86-avx512-bf16"), "the processor at hand")
+    monkeypatch.setattr("bitwright.search.settings.hardware_catalog.detect", lambda: found)
+    settings = settle(
+        Budget(),
+        hardware=asked,
+        engine=engine,
+        task="text",
+        calibration="docs",
+        evaluation="docs",
+        tokens=64,
+        evaluation_tokens=None,
+        sequence_length=16,
+        seed=0,
+    )
+    assert (settings.kernel_device is not None) == rules
+    assert (settings.ruling_device is None) == (asked is None)
+
+
+def test_what_an_engine_has_no_kernel_for_on_this_device_is_ruled_out(load_tiny: Callable[..., LoadedModel]) -> None:
+    sites = [site for site in find_sites(load_tiny("llama").model) if site.role.startswith("mlp")]
+    cpu = hardware.get("x86-avx512-bf16")
+    asked = [Candidate(scheme="int4_g32"), W8, Candidate(scheme="fp8_w")]
+    found = find_choices(
+        sites, (), asked, (), device=None, engine=get_engine("vllm"), sequence_length=16, kernels_on=cpu
+    )
+    assert all(left == (asked[0],) for left in found.candidates.values())
+    assert [out.scheme for out in found.ruled_out] == ["int8_w", "fp8_w"]
+    assert all("no kernel for" in out.reason and "on a CPU (x86-avx512-bf16)" in out.reason for out in found.ruled_out)
 
 
 # --- through the whole job -------------------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from bitwright.search import score as score_module
 from bitwright.search.calibrate import Inputs, MatrixStatistics, Statistics, calibrate
 from bitwright.search.candidate import Candidate, candidates_of
 from bitwright.search.compare import compare, run_logits, run_reference
+from bitwright.search.joint_fits import seen_at
 from bitwright.search.quantizer import Quantizer
-from bitwright.search.score import score, seen_at
+from bitwright.search.score import score
 
 N, K, T = 24, 16, 96
 

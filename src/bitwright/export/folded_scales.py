@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from bitwright.export.folding import norms_seen
+from bitwright.models.norm_readers import norms_seen
 from bitwright.quantize.fitted import Fitted
 
 

@@ -71,6 +71,8 @@ class Device:
     vendor: str
     kind: Kind
     year: int
+    #: Which instructions NVIDIA's GPUs have, as major.minor; None: no GPU of theirs, or not known.
+    compute_capability: float | None
     #: Names that a runtime reports for this device (``torch.cuda.get_device_name``), compared exactly.
     runtime_names: tuple[str, ...]
     #: Instruction sets a processor must have to be this device (names of Linux's /proc/cpuinfo).

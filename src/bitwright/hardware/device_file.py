@@ -87,6 +87,7 @@ class _DeviceFile(_Section):
     vendor: _Text
     kind: Kind
     year: Annotated[int, Field(ge=1990)]
+    compute_capability: _Positive | None = None
     notes: list[_Text] = []
     detect: _DetectSection = _DetectSection()
     memory: _MemorySection
@@ -140,6 +141,7 @@ def parse_device(content: bytes, file: str) -> Device:
         vendor=fields.vendor,
         kind=fields.kind,
         year=fields.year,
+        compute_capability=fields.compute_capability,
         runtime_names=tuple(fields.detect.runtime_names),
         cpu_flags=tuple(fields.detect.cpu_flags),
         memory_bytes=fields.memory.capacity_bytes,
@@ -166,6 +168,7 @@ def write_device_text(device: Device) -> str:
             vendor=device.vendor,
             kind=device.kind,
             year=device.year,
+            compute_capability=device.compute_capability,
             notes=device.notes,
         )
     ]

@@ -194,6 +194,7 @@ def _as_device(name: str, figures: Sequence[Figure], skipped: Mapping[str, str],
         vendor=machine,
         kind=kind,
         year=datetime.now(UTC).year,
+        compute_capability=_compute_capability() if gpu else None,
         runtime_names=runtime_names,
         cpu_flags=(),
         memory_bytes=memory_bytes,
@@ -235,6 +236,14 @@ def _machine(*, gpu: bool) -> tuple[str, int, Literal["gpu", "cpu"], tuple[str, 
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     chip = cpu_model() or platform.machine()
     return f"{chip}, {torch.get_num_threads()} threads, torch {torch.__version__}", memory_bytes, "cpu", ()
+
+
+def _compute_capability() -> float | None:
+    """Of NVIDIA's GPU at hand; None of another's."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return None if torch.version.hip else properties.major + properties.minor / 10
 
 
 def _round(value: float) -> float:

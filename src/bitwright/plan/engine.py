@@ -11,6 +11,9 @@
     [[values]]                       # a kind of rounded values or cache that it runs
     [[transforms]]                   # changes of the inputs that it can apply, and at which roles
 
+A kind may say which devices it has kernels on: `device_kinds`, `min_compute_capability`, `max_compute_capability`,
+`cpu_flags`. Two kinds of one name's weights may differ in nothing else but that and the sizes that they take.
+
 Every section says `source` and `certainty` as device files do. A kind is a pattern over the facts of a scheme
 (`quantize/scheme.py`, `quantize/value_scheme.py`); a list that is empty allows anything. What fits no kind is refused
 with the reason of the kind that came closest (`rules.py`).
@@ -29,6 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from bitwright import formats
 from bitwright.catalog import FileCatalog, nearest_name_hint
 from bitwright.errors import PlanError
+from bitwright.hardware.device import Kind
 
 Certainty = Literal["read", "recalled", "derived", "measured"]
 Text = Annotated[str, Field(min_length=1)]
@@ -61,7 +65,19 @@ class Fused(_Sourced):
     within: str | None = None
 
 
-class WeightKind(_Sourced):
+class _HasKernels(_Sourced):
+    """Devices on which an engine has kernels for a kind. What a device file does not know, rules nothing out."""
+
+    #: Empty: all that the engine runs on.
+    device_kinds: tuple[Kind, ...] = ()
+    #: Of NVIDIA's GPUs, major.minor, both ends included.
+    min_compute_capability: Annotated[float, Field(gt=0)] | None = None
+    max_compute_capability: Annotated[float, Field(gt=0)] | None = None
+    #: Instruction sets that a processor has to have.
+    cpu_flags: Names = ()
+
+
+class WeightKind(_HasKernels):
     """A kind of quantised weights that an engine multiplies by, and of activations to go with it."""
 
     #: What the engine calls it.
@@ -94,7 +110,7 @@ class WeightKind(_Sourced):
     alone: bool = False
 
 
-class ValueKind(_Sourced):
+class ValueKind(_HasKernels):
     """A kind of rounded values that an engine computes with, or caches."""
 
     name: Text
@@ -125,6 +141,8 @@ class TransformKind(_Sourced):
     #: Roles of sites at which it can; empty: all.
     roles: Names = ()
     how: Text
+    #: Whether factors go into the norm before: then all that read it have to have the same ones (`search/choices.py`).
+    folded: bool = False
 
 
 class Engine(_Record):
@@ -137,6 +155,8 @@ class Engine(_Record):
     plain_formats: Annotated[Names, Field(min_length=1)]
     kept_roles: Names = ()
     fp32_roles: Names = ()
+    #: Kinds of devices that it runs on at all; empty: any.
+    device_kinds: tuple[Kind, ...] = ()
     #: False: all quantised sites of a model share one scheme.
     mixes_schemes: bool = True
     cache_ties: Literal["all", "part", "none"] = "none"

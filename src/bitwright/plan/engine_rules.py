@@ -1,7 +1,8 @@
 """What an engine runs: a scheme has to fit one of its kinds, and the site's shape has to suit that kind.
 
 Of kinds that a scheme does not fit, the one that it fits longest, fact after fact (format, inputs, who shares a scale,
-group size, symmetry, format of the scales), is the one it was meant for: its first difference is the reason.
+group size, symmetry, format of the scales), is the one it was meant for: its first difference is the reason. Of kinds
+that it fits, those count that have kernels on the device.
 """
 
 from __future__ import annotations
@@ -9,17 +10,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bitwright import formats
+from bitwright.hardware import Device
 from bitwright.plan.engine import Engine, ValueKind, WeightKind
 from bitwright.plan.site_facts import SiteFacts, TransformFacts
 from bitwright.quantize.scheme import Scaling, Scheme, TensorScheme
 from bitwright.quantize.value_scheme import ValueScheme
 
+#: Kind of device → as reasons call one.
+_SPOKEN = {"gpu": "a GPU", "cpu": "a CPU", "accelerator": "an accelerator"}
 #: Whether a fact fits, and what an engine has or runs in its place.
 _Check = tuple[bool, str]
 
 
-def engine_reason(site: SiteFacts, scheme: Scheme, weights: TensorScheme, engine: Engine) -> str | None:
-    """Why an engine does not run a scheme's weights and inputs at a site; None if it does."""
+def engine_reason(
+    site: SiteFacts, scheme: Scheme, weights: TensorScheme, engine: Engine, device: Device | None = None
+) -> str | None:
+    """Why an engine does not run a scheme's weights and inputs at a site, on a device if one is given; None if so."""
+    if (nowhere := _engine_kernel_reason(engine, device)) is not None:
+        return nowhere
     if weights.scaling is None:
         computed = weights.format if scheme.activations is None else scheme.activations.format
         return _plain_reason(weights.format, engine) or _plain_reason(computed, engine)
@@ -28,13 +36,21 @@ def engine_reason(site: SiteFacts, scheme: Scheme, weights: TensorScheme, engine
     differences = [_difference(_weight_checks(kind, scheme, weights, weights.scaling)) for kind in engine.weights]
     fitting = [kind for kind, found in zip(engine.weights, differences, strict=True) if found is None]
     if fitting:
-        reasons = [_shape_reason(kind, weights.scaling, site, engine) for kind in fitting]
-        return None if None in reasons else reasons[0]
+        return _first_unless_any_runs(
+            [
+                (_kernel_reason(kind, engine, device), _shape_reason(kind, weights.scaling, site, engine))
+                for kind in fitting
+            ]
+        )
     return f"{engine.name} {_closest(differences, f'has no {weights.format} weights')}"
 
 
-def engine_value_reason(site: SiteFacts, scheme: ValueScheme, engine: Engine) -> str | None:
-    """Why an engine does not compute or keep values so; None if it does."""
+def engine_value_reason(
+    site: SiteFacts, scheme: ValueScheme, engine: Engine, device: Device | None = None
+) -> str | None:
+    """Why an engine does not compute or keep values so, on a device if one is given; None if it does."""
+    if (nowhere := _engine_kernel_reason(engine, device)) is not None:
+        return nowhere
     values = scheme.values
     if values.scaling is None:
         if site.role in engine.fp32_roles and formats.FORMATS[values.format].bits < 32:
@@ -46,6 +62,10 @@ def engine_value_reason(site: SiteFacts, scheme: ValueScheme, engine: Engine) ->
     differences = [_difference(_value_checks(kind, scheme, values.scaling)) for kind in kinds]
     if None not in differences:
         return f"{engine.name} {_closest(differences, f'has no {values.format} there')}"
+    fitting = [kind for kind, found in zip(kinds, differences, strict=True) if found is None]
+    without_kernel = _first_unless_any_runs([(_kernel_reason(kind, engine, device), None) for kind in fitting])
+    if without_kernel is not None:
+        return without_kernel
     size, width = values.scaling.granularity.group_size, site.shape[1]
     # groups of a channel run over tokens
     if scheme.axis == "token" and 0 < size < width and width % size:
@@ -63,6 +83,12 @@ def transform_reason(site: SiteFacts, transform: TransformFacts, engine: Engine)
     if any(not kind.roles or site.role in kind.roles for kind in able):
         return None
     return f"{engine.name} can apply {transform.name} at {', '.join(able[0].roles)} only ({able[0].how})"
+
+
+def is_folded(transform: TransformFacts, engine: Engine | None) -> bool:
+    """Say whether an engine has a transform only as factors in the norm before."""
+    able = () if engine is None else tuple(k for k in engine.transforms if transform.parts <= set(k.parts))
+    return bool(transform.parts) and bool(able) and all(kind.folded for kind in able)
 
 
 def negative_scales_allowed(scheme: Scheme, engine: Engine) -> bool:
@@ -83,6 +109,51 @@ def _kinds_of(scheme: Scheme, engine: Engine) -> list[WeightKind]:
         return []
     checked = ((kind, _weight_checks(kind, scheme, weights, weights.scaling)) for kind in engine.weights)
     return [kind for kind, checks in checked if _difference(checks) is None]
+
+
+def runs_on(engine: Engine, device: Device) -> bool:
+    """Say whether an engine runs on a device's kind at all."""
+    return not engine.device_kinds or device.kind in engine.device_kinds
+
+
+def _engine_kernel_reason(engine: Engine, device: Device | None) -> str | None:
+    if device is None or runs_on(engine, device):
+        return None
+    return f"{engine.name} runs on {_either([_SPOKEN[kind] for kind in engine.device_kinds])}, and not on {device.name}"
+
+
+def _kernel_reason(kind: WeightKind | ValueKind, engine: Engine, device: Device | None) -> str | None:
+    """Why an engine has no kernel for a kind on a device; None if it has, or if the device's file does not tell."""
+    if device is None:
+        return None
+    least, most, has = kind.min_compute_capability, kind.max_compute_capability, device.compute_capability
+    if kind.device_kinds and device.kind not in kind.device_kinds:
+        return f"{engine.name} has no kernel for {kind.name} on {_SPOKEN[device.kind]} ({device.name})"
+    lacking = [flag for flag in kind.cpu_flags if flag not in device.cpu_flags]
+    if device.kind == "cpu" and device.cpu_flags and lacking:
+        return f"{engine.name} has no kernel for {kind.name} on {device.name}: it needs {', '.join(lacking)}"
+    if has is not None and ((least is not None and has < least) or (most is not None and has > most)):
+        return (
+            f"{engine.name} has no kernel for {kind.name} on {device.name}: it needs a compute capability "
+            f"{spell_capabilities(least, most)}, not {has:.1f}"
+        )
+    return None
+
+
+def spell_capabilities(least: float | None, most: float | None) -> str:
+    """ "of 8.9 or more", "of 9.0" …"""
+    if least is not None and least == most:
+        return f"of {least:.1f}"
+    ends = [(least, "or more"), (most, "or less")]
+    return " and ".join(f"of {end:.1f} {word}" for end, word in ends if end is not None)
+
+
+def _first_unless_any_runs(reasons: Sequence[tuple[str | None, str | None]]) -> str | None:
+    """Of (no kernel, no such shape) of several kinds: None where one has neither, else the nearest to running."""
+    shapes = [shape for kernel, shape in reasons if kernel is None]
+    if None in shapes:
+        return None
+    return shapes[0] if shapes else reasons[0][0]
 
 
 def _difference(checks: Sequence[_Check]) -> tuple[int, str] | None:

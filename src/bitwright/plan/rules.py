@@ -20,8 +20,10 @@ from bitwright.plan.engine import Engine, engines, get_engine
 from bitwright.plan.engine_rules import (
     engine_reason,
     engine_value_reason,
+    is_folded,
     negative_scales_allowed,
     runs_alone,
+    runs_on,
     transform_reason,
 )
 from bitwright.plan.site_facts import SiteFacts, TransformFacts
@@ -36,10 +38,12 @@ __all__ = [
     "TransformFacts",
     "engines",
     "get_engine",
+    "is_folded",
     "negative_scales_allowed",
     "remarks",
     "ruled_out",
     "runs_alone",
+    "runs_on",
     "ties",
     "why_not",
 ]
@@ -66,6 +70,7 @@ def why_not(
     device: Device | None = None,
     engine: Engine | None = None,
     transform: TransformFacts | None = None,
+    kernels_on: Device | None = None,
 ) -> str | None:
     """Return the first reason that rules a scheme out at a site, or None.
 
@@ -74,15 +79,17 @@ def why_not(
         scheme: of weights (and activations) or, at a value site, of values.
         device, engine: whose rules count; None asks for none.
         transform: what is done to the tensor first; an engine has to be able to change the inputs accordingly.
+        kernels_on: the device that the engine has to have kernels on; None: `device`.
     """
+    where = device if kernels_on is None else kernels_on
     if isinstance(scheme, ValueScheme):
         reason = device_value_reason(site, scheme, device) if device is not None else None
-        return reason or (engine_value_reason(site, scheme, engine) if engine is not None else None)
+        return reason or (engine_value_reason(site, scheme, engine, where) if engine is not None else None)
     if scheme.weights is None:
         return None
     reason = device_reason(site, scheme, device) if device is not None else None
     if reason is None and engine is not None:
-        reason = engine_reason(site, scheme, scheme.weights, engine)
+        reason = engine_reason(site, scheme, scheme.weights, engine, where)
         if reason is None and transform is not None:
             reason = transform_reason(site, transform, engine)
     return reason

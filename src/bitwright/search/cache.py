@@ -176,9 +176,18 @@ def _replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
         Path(temporary).unlink(missing_ok=True)  # gone already where it took its place
 
 
-def open_cache(folder: Path | None, *, model_hash: str, text_hash: str, seed: int, include_head: bool) -> Cache:
-    """The cache for these inputs, below `folder`; None keeps nothing."""
+def open_cache(
+    folder: Path | None,
+    *,
+    model_hash: str,
+    text_hash: str,
+    seed: int,
+    include_head: bool,
+    shared: Mapping[str, str] | None = None,
+) -> Cache:
+    """The cache for these inputs, below `folder`; None keeps nothing. Factors that sites share are not their own."""
     if folder is None:
         return Cache(folder=None)
-    key = "\n".join([str(ESTIMATOR_VERSION), torch.__version__, model_hash, text_hash, str(seed), str(include_head)])
+    parts = [str(ESTIMATOR_VERSION), torch.__version__, model_hash, text_hash, str(seed), str(include_head)]
+    key = "\n".join([*parts, *([json.dumps(dict(shared), sort_keys=True)] if shared else [])])
     return Cache(folder=folder / hashlib.sha256(key.encode()).hexdigest()[:24])

@@ -162,7 +162,9 @@ def weight_choice(site: Site, choice: Candidate, *, reason: str, num_bytes: int,
 def _first_reason(site: Site, settings: Settings) -> str | None:
     """Why the first scheme is ruled out at a site; None where it is not."""
     first = SCHEMES[settings.candidates[0].scheme]
-    return why_not(site, first, device=settings.ruling_device, engine=settings.engine)
+    return why_not(
+        site, first, device=settings.ruling_device, engine=settings.engine, kernels_on=settings.kernel_device
+    )
 
 
 def _value_choice(site: ValueSite, mended: Mended, settings: Settings) -> SiteChoice:

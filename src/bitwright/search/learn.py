@@ -11,7 +11,7 @@ of tokens is less than one sample of what scores sum, and codes fitted to it wou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -24,11 +24,12 @@ from bitwright.quantize.seen import WINDOW_TOKENS
 from bitwright.search.cache import Cache
 from bitwright.search.calibrate import Statistics, calibrate
 from bitwright.search.candidate import Candidate
+from bitwright.search.joint_fits import seen_at
 from bitwright.search.optimism import measure_optimism
 from bitwright.search.output import Output
 from bitwright.search.progress import Progress
 from bitwright.search.quantizer import Quantizer
-from bitwright.search.score import Scores, score, seen_at
+from bitwright.search.score import Scores, score
 from bitwright.search.text import TextSet
 
 #: Tokens that have to reach a site before anything is chosen for it.
@@ -65,8 +66,9 @@ def learn(
     progress: Progress,
     output: Output | None = None,
     spool: Spool | None = None,
+    shared: Mapping[str, str] | None = None,
 ) -> Learned:
-    """Scores of `candidates` at `sites`."""
+    """Scores of `candidates` at `sites`; sites that `shared` names with one norm are fitted one set of factors."""
     known, overflows, reached = cache.read_scores(), cache.read_overflows(), cache.read_reached()
     quantizer = Quantizer(shapes={site.name: site.shape for site in sites}, cache=cache, spool=spool)
     missing = [c for c in candidates if c not in known]
@@ -80,7 +82,7 @@ def learn(
             overflows |= {c: {} for c in missing}
             with progress.stage("score", len(enough)) as stage:
                 optimism = measure_optimism(model, enough, statistics, missing)
-                for found in score(model, enough, statistics, quantizer, missing, optimism):
+                for found in score(model, enough, statistics, quantizer, missing, optimism, shared):
                     for candidate, kl in found.kl.items():
                         known[candidate][found.site.name] = kl
                     for candidate, count in found.overflows.items():

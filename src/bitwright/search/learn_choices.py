@@ -26,6 +26,7 @@ def learn_scores(subject: Subject, settings: Settings, progress: Progress) -> tu
         progress=progress,
         output=subject.output,
         spool=subject.spool,
+        shared=subject.choices.shared,
     )
     if not subject.value_sites:
         return replace(learned, scores=subject.choices.allowed(learned.scores)), None

@@ -33,8 +33,9 @@ from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS
 from bitwright.quantize.seen import Seen
 from bitwright.search.calibrate import MatrixStatistics, Statistics
 from bitwright.search.candidate import Candidate
+from bitwright.search.joint_fits import seen_at
 from bitwright.search.quantizer import Quantizer
-from bitwright.search.score import seen_at, weight_kls
+from bitwright.search.score import weight_kls
 
 #: Sites of each role that are looked at.
 SITES_PER_ROLE = 2

@@ -71,6 +71,7 @@ def probe(
         fit_roles(probes),
         include_head=settings.include_head,
         ties=subject.choices.ties,
+        shared=subject.choices.shared,
         overflows=learned.overflows,
     )
     points = problem.front()

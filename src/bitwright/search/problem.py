@@ -1,8 +1,9 @@
 """From scores and prices to a choosing problem, and from its solution back to an assignment.
 
 What a site can choose is what it has scores for. Sites of one tied group choose a scheme together (and, where the
-scheme rounds their common input, a transform of it); within that, each site takes what predicts least. Where rivals of
-one scheme also differ in time or in overflows, each combination that no other beats is an option of its own.
+scheme rounds their common input, a transform of it; so do sites whose factors go into one norm). Within that, each site
+takes what predicts least. Where rivals of one scheme also differ in time or in overflows, each combination that no
+other beats is an option of its own.
 
 A site without a score (no calibration token reached it) or outside the question (embedding and head, unless they were
 asked for) keeps its loaded format.
@@ -137,6 +138,7 @@ def build_problem(
     *,
     include_head: bool,
     ties: Mapping[str, str] | None = None,
+    shared: Mapping[str, str] | None = None,
     overflows: Scores | None = None,
 ) -> Problem:
     """Group the sites and price every option. Options with a non-finite prediction are left out.
@@ -147,6 +149,7 @@ def build_problem(
         correction: what probes say of predictions.
         include_head: whether embedding and head are in question.
         ties: site → name of a group that has to agree, beside the sites' own tied groups (an engine's fused layers).
+        shared: site → norm that its factors go into: sites of one norm agree, transforms included.
         overflows: site → choice → expected overflows per scored prediction; none where absent.
     """
     per_million = 1e6 / max(1, prices.num_values)
@@ -154,8 +157,8 @@ def build_problem(
     chosen = [s for s in prices.all_sites if s.name in scores and (include_head or s.role not in END_ROLES)]
     groups = tuple(
         group
-        for sites in _tied(chosen, ties or {})
-        if (group := _group(sites, prices, scores, correction, rates)).options
+        for sites in _tied(chosen, ties or {}, shared or {})
+        if (group := _group(sites, prices, scores, correction, rates, shared or {})).options
     )
     in_question = {site.name for group in groups for site in group.sites}
     fixed: Counter[str] = Counter(prices.fixed)
@@ -172,8 +175,10 @@ def build_problem(
     )
 
 
-def _tied(sites: Sequence[AnySite], ties: Mapping[str, str]) -> Iterator[tuple[AnySite, ...]]:
-    """Sites that share a group, of their own or by `ties`, directly or through others; in the order of the first."""
+def _tied(
+    sites: Sequence[AnySite], ties: Mapping[str, str], shared: Mapping[str, str]
+) -> Iterator[tuple[AnySite, ...]]:
+    """Sites that share a group, of their own or by one of these, directly or through others; in order of the first."""
     root: dict[str, str] = {}
 
     def find(name: str) -> str:
@@ -182,7 +187,7 @@ def _tied(sites: Sequence[AnySite], ties: Mapping[str, str]) -> Iterator[tuple[A
         return name
 
     for site in sites:
-        for group in (site.tied_group, ties.get(site.name)):
+        for group in (site.tied_group, ties.get(site.name), shared.get(site.name)):
             if group is not None:
                 # a group's name may be that of a site: kept apart by its mark
                 root[find(f"group {group}")] = find(f"site {site.name}")
@@ -202,24 +207,29 @@ class _Joint:
 
 
 def _group(
-    sites: tuple[AnySite, ...], prices: Prices, scores: Scores, correction: Correction, overflows: Scores
+    sites: tuple[AnySite, ...],
+    prices: Prices,
+    scores: Scores,
+    correction: Correction,
+    overflows: Scores,
+    shared: Mapping[str, str],
 ) -> Group:
     choices: dict[str, tuple[Candidate, ...]] = {}
     options: list[Option] = []
-    offered = [dict.fromkeys(_agreement(site, candidate) for candidate in scores[site.name]) for site in sites]
+    offered = [dict.fromkeys(_agreement(site, candidate, shared) for candidate in scores[site.name]) for site in sites]
     common = [terms for terms in offered[0] if all(terms in others for others in offered)]
     for terms in common:
-        for joint in _joint_choices(sites, terms, prices, scores, correction, overflows):
+        for joint in _joint_choices(sites, terms, prices, scores, correction, overflows, shared):
             key = terms[0] if terms[0] not in choices else f"{terms[0]} ({', '.join(map(str, joint.choices))})"
             choices[key] = joint.choices
             options.append(Option(key=key, kl=joint.option.kl, amounts=joint.option.amounts))
     return Group(sites=sites, choices=choices, options=tuple(options))
 
 
-def _agreement(site: AnySite, candidate: Candidate) -> tuple[str, str]:
+def _agreement(site: AnySite, candidate: Candidate, shared: Mapping[str, str]) -> tuple[str, str]:
     """What tied sites have to agree on: the scheme; and the transform, where it acts on the input that they share."""
     rounds_inputs = site.kind == "weight" and SCHEMES[candidate.scheme].activations is not None
-    return candidate.scheme, candidate.transform if rounds_inputs else ""
+    return candidate.scheme, candidate.transform if rounds_inputs or site.name in shared else ""
 
 
 def _joint_choices(
@@ -229,6 +239,7 @@ def _joint_choices(
     scores: Scores,
     correction: Correction,
     overflows: Scores,
+    shared: Mapping[str, str],
 ) -> list[_Joint]:
     """Undominated combinations of the sites' choices under the same terms; none where a site has no usable one."""
     joint = [_Joint((), Option(key="", kl=0.0))]
@@ -246,7 +257,8 @@ def _joint_choices(
                 ),
             )
             for candidate, raw in scores[site.name].items()
-            if _agreement(site, candidate) == terms and math.isfinite(kl := correction.site(label_of(site), raw))
+            if _agreement(site, candidate, shared) == terms
+            and math.isfinite(kl := correction.site(label_of(site), raw))
         ]
         joint = _undominated([_together(left, right) for left in joint for right in _undominated(own)])
     return joint

@@ -80,6 +80,7 @@ def _search_again(
         mended.problem.correction,
         include_head=settings.include_head,
         ties=subject.choices.ties,
+        shared=subject.choices.shared,
         overflows=learned.overflows,
     )
     solution, _ = problem.solve(settings.budget, settings.objective, mended.max_total_kl)

@@ -31,7 +31,7 @@ Legend: T tokens, N outputs, K inputs, C candidates, R sampled tokens, W windows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +40,11 @@ from bitwright.inference import SiteRule
 from bitwright.models.linear_calls import matrices_of
 from bitwright.models.sites import Site, site_weight
 from bitwright.quantize import SCHEMES, TRANSFORMS
-from bitwright.quantize.fitted import Fitted
 from bitwright.quantize.seen import Seen, product_dtype, windows
 from bitwright.quantize.static_scales import find_static_scale, overflows, round_input
 from bitwright.search.calibrate import EmbeddingStatistics, Inputs, MatrixStatistics, Statistics
 from bitwright.search.candidate import Candidate
+from bitwright.search.joint_fits import JointFits, seen_at
 from bitwright.search.quantizer import Quantizer
 
 #: A score sums over so many windows, or tokens where that is more; beyond that evenly spaced ones stand for all. The
@@ -81,16 +81,17 @@ def score(
     quantizer: Quantizer,
     candidates: Sequence[Candidate],
     optimism: Mapping[tuple[str, Candidate], float] | None = None,
+    shared: Mapping[str, str] | None = None,
 ) -> Iterator[SiteScores]:
     """Predicted KL of every candidate at every site that calibration reached, site by site.
 
     A site that no calibration token reached is left out: nothing can be said of it. So is a candidate whose transform
     does nothing for the site's shape, or for an embedding. `optimism` (`optimism.py`) multiplies what weights cost, by
-    role and candidate.
+    role and candidate. Sites that `shared` names with one norm are fitted one set of factors.
     """
+    joint = JointFits(model, sites, statistics, shared or {})
     for matrix in matrices_of(sites):
         seen_of = {site.name: seen_at(site, matrix.name, statistics) for site in matrix.sites}
-        joint = _JointFits(model, matrix.sites, seen_of)
         for site in matrix.sites:
             seen = seen_of[site.name]
             if seen is None:
@@ -98,7 +99,7 @@ def score(
             weight_NK = site_weight(model, site).contiguous()
             reads_rows = matrix.name in statistics.embeddings and matrix.name not in statistics.heads
             possible = [c for c in candidates if _is_possible(c, site, reads_rows)]
-            runs = {c: quantizer.find(site.name, c, weight_NK, seen, joint.fitted(c)) for c in possible}
+            runs = {c: quantizer.find(site.name, c, weight_NK, seen, joint.fitted(site, c)) for c in possible}
             yield _score_site(site, matrix.name, weight_NK, runs, statistics, seen, optimism or {})
 
 
@@ -106,47 +107,6 @@ def _is_possible(candidate: Candidate, site: Site, reads_rows: bool) -> bool:
     """Whether a transform can serve a site: rows that are only read out (an embedding) have no input to change."""
     transform = TRANSFORMS[candidate.transform]
     return transform.why_not(SCHEMES[candidate.scheme], site.shape) is None and not (reads_rows and transform.parts)
-
-
-def seen_at(site: Site, matrix_name: str, statistics: Statistics, tokens: slice = slice(None)) -> Seen | None:
-    """What calibration saw of one site; None where no token reached it.
-
-    A token reads its row of an embedding as it is: what an error of a row meets are the gradients at its output.
-    """
-    width = statistics.window_tokens
-    if matrix_name in statistics.heads:
-        return Seen(x_TK=statistics.heads[matrix_name][tokens], window_tokens=width)
-    if matrix_name in statistics.embeddings:
-        return Seen(x_TK=statistics.embeddings[matrix_name].g_TH[tokens], window_tokens=width)
-    found = statistics.matrices.get(matrix_name)
-    if found is None:
-        return None
-    first, last = site.rows or (0, found.g_TN.shape[1])
-    return Seen(x_TK=found.inputs.x_TK[tokens], g_TN=found.g_TN[tokens, first:last], window_tokens=width)
-
-
-class _JointFits:
-    """Transforms of a fused matrix: where inputs are rounded, all its rows need one and the same."""
-
-    def __init__(self, model: nn.Module, sites: Sequence[Site], seen_of: Mapping[str, Seen | None]) -> None:
-        self._model = model
-        self._sites = sites
-        self._seen_of = seen_of
-        self._found: dict[tuple[str, str], Fitted] = {}
-
-    def fitted(self, choice: Candidate) -> Fitted | None:
-        """None where each site fits its own."""
-        scheme, transform = SCHEMES[choice.scheme], TRANSFORMS[choice.transform]
-        if len(self._sites) == 1 or scheme.activations is None or not transform.parts:
-            return None
-        key = (choice.scheme, choice.transform)
-        if key not in self._found:
-            weights = torch.cat([site_weight(self._model, site) for site in self._sites])
-            parts = [seen for site in self._sites if (seen := self._seen_of[site.name]) is not None]
-            gradients = [seen.g_TN for seen in parts if seen.g_TN is not None]
-            seen = replace(parts[0], g_TN=torch.cat(gradients, dim=1)) if parts else None
-            self._found[key] = transform.fit(weights, scheme, seen)
-        return self._found[key]
 
 
 def _score_site(

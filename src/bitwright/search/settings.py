@@ -11,7 +11,7 @@ from bitwright import hardware as hardware_catalog
 from bitwright.errors import HardwareError, SchemeError
 from bitwright.hardware import Device
 from bitwright.plan import Budget, Objective, Workload, settle_budget
-from bitwright.plan.rules import Engine, get_engine
+from bitwright.plan.rules import Engine, get_engine, runs_on
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS, VALUE_SCHEMES
 from bitwright.search.candidate import Candidate, candidates_of
 from bitwright.search.limits import quality_target
@@ -67,6 +67,13 @@ class Settings:
     def ruling_device(self) -> Device | None:
         """The device, where its rules count."""
         return self.device if self.device_rules else None
+
+    @property
+    def kernel_device(self) -> Device | None:
+        """The device that the engine has to have kernels on; none where it is not asked for and the engine runs
+        elsewhere: plans may be made on one machine for another.
+        """
+        return self.device if self.engine is not None and runs_on(self.engine, self.device) else self.ruling_device
 
 
 def default_schemes(budget: Budget | None = None, device: Device | None = None) -> tuple[str, ...]:

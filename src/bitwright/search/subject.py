@@ -10,12 +10,13 @@ from bitwright.errors import BudgetError, DataError
 from bitwright.models import Site, find_sites
 from bitwright.models.load import load
 from bitwright.models.loaded import LoadedModel
+from bitwright.models.norm_readers import find_factor_homes
 from bitwright.models.spool import OnDisk, Originals, Spool, output_head
 from bitwright.models.value_sites import ValueSite, find_value_sites
 from bitwright.plan import QUALITY_LIMITS, Budget
 from bitwright.search.cache import Cache, default_folder, open_cache
 from bitwright.search.candidate import Candidate
-from bitwright.search.choices import Choices, find_choices
+from bitwright.search.choices import Choices, asks_for_homes, find_choices
 from bitwright.search.limits import quantity_of, sum_of, value_of
 from bitwright.search.output import Output, Reference, open_output, raise_if_not_measurable
 from bitwright.search.price import AS_LOADED, END_ROLES, KEPT_ROLES, AnySite, Prices, price_model
@@ -88,7 +89,11 @@ def open_subject(
         settings.value_schemes,
         device=settings.ruling_device,
         engine=settings.engine,
+        kernels_on=settings.kernel_device,
         sequence_length=settings.sequence_length,
+        homes=find_factor_homes(loaded.model, in_question)
+        if asks_for_homes(settings.candidates, settings.engine)
+        else None,
     )
     raise_if_below_floor(prices, choices, settings.budget)
     folder = default_folder() if cache == "default" else None if cache is None else Path(cache)
@@ -108,6 +113,7 @@ def open_subject(
             text_hash=splits.calibrate.hash,
             seed=settings.seed,
             include_head=settings.include_head,
+            shared=choices.shared,
         ),
         spool=spool,
         originals=None if spool is None else OnDisk(spool, output_head(loaded.model)),
