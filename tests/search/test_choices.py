@@ -94,6 +94,7 @@ def test_whose_kernels_count(monkeypatch: pytest.MonkeyPatch, engine: str, asked
     )
     assert (settings.kernel_device is not None) == rules
     assert (settings.ruling_device is None) == (asked is None)
+    assert ("name the device" in str(settings.kernel_note)) == (not rules)
 
 
 def test_what_an_engine_has_no_kernel_for_on_this_device_is_ruled_out(load_tiny: Callable[..., LoadedModel]) -> None:

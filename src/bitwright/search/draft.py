@@ -208,7 +208,7 @@ def _frontier_point(problem: Problem, assignment: Assignment, chosen: bool) -> F
 
 
 def _notes(subject: Subject, assignment: Assignment, settings: Settings, unreachable: Sequence[str]) -> list[str]:
-    notes = list(subject.splits.notes)
+    notes = [*subject.splits.notes, *([settings.kernel_note] if settings.kernel_note else [])]
     ragged: Counter[str] = Counter()
     for site in subject.sites:
         weights = SCHEMES[assignment[site.name].scheme].weights

@@ -75,6 +75,16 @@ class Settings:
         """
         return self.device if self.engine is not None and runs_on(self.engine, self.device) else self.ruling_device
 
+    @property
+    def kernel_note(self) -> str | None:
+        """What a reader has to know where the kernels are asked of no device; None where there is nothing."""
+        if self.engine is None or self.kernel_device is not None:
+            return None
+        return (
+            f"{self.engine.name} does not run on {self.device.name}, so nothing was ruled out for want of a kernel; "
+            "name the device that will serve the plan with --hardware"
+        )
+
 
 def default_schemes(budget: Budget | None = None, device: Device | None = None) -> tuple[str, ...]:
     """What is chosen from unless told otherwise: the schemes that are marked so.
