@@ -41,7 +41,7 @@ def test_products_as_compiled_for_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", list(WEIGHTS))
 def test_gpus_take_it_for_every_scheme_that_stores_codes(name: str) -> None:
     selection = select_matmul(WEIGHTS[name], (4096, 11008), "cuda", torch.bfloat16)
-    assert selection.layout.name == {"bf16": "as_stored", "fp32": "dequantise"}.get(name, "triton")
+    assert selection.layout.name == {"bf16": "as_stored", "fp32": "as_stored"}.get(name, "triton")
     assert select_matmul(WEIGHTS[name], (4096, 11008), "cpu", torch.bfloat16).layout.name != "triton"
 
 
