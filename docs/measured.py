@@ -44,11 +44,22 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in cells)
 
 
+def missing(command: str) -> str:
+    """What stands in the place of a table."""
+    return f"Not measured yet: `python {command}`."
+
+
+def filed(table: str, results: Mapping[str, Any], name: str, *further: str) -> str:
+    """A table, and where its figures are from: the machine, whatever else matters, and the file."""
+    where = ", ".join((where_measured(results), *further))
+    return f"{table}\n\nMeasured on {where} (`benchmarks/results/{name}`)."
+
+
 def exactness_table() -> str:
     """How many results were compared, and how many differ, by format and backend."""
     results = result("exhaustive.json")
     if results is None:
-        return "Not measured yet: `python benchmarks/exhaustive.py`."
+        return missing("benchmarks/exhaustive.py")
     found = results["results"]
     lines = [
         f"| format | judged by | {' | '.join(f'`{backend}`' for backend in _BACKENDS)} |",
@@ -62,33 +73,32 @@ def exactness_table() -> str:
             own = [row for row in rows if row["backend"] == backend]
             cells.append(f"{sum(r['differences'] for r in own):,} of {sum(r['inputs'] for r in own):,}" if own else "–")
         lines.append(f"| `{name}` | {judges} | {' | '.join(cells)} |")
-    return "\n".join(lines) + f"\n\nMeasured on {where_measured(results)} (`benchmarks/results/exhaustive.json`)."
+    return filed("\n".join(lines), results, "exhaustive.json")
 
 
 def speed_tables() -> str:
     """Speed against a memcpy and against other libraries."""
     results = result("quantize.json")
     if results is None:
-        return "Not measured yet: `python benchmarks/quantize.py`."
+        return missing("benchmarks/quantize.py")
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import rows
 
     tables = rows.markdown([rows.from_record(record) for record in results["rows"]], results["groups"])
-    where = f"{where_measured(results)}, {results['threads']} threads (`benchmarks/results/quantize.json`)"
-    return f"{tables}\n\nMeasured on {where}."
+    return filed(tables, results, "quantize.json", f"{results['threads']} threads")
 
 
 def histogram_table() -> str:
     """Speed and memory of the streamed histogram."""
     results = result("histogram.json")
     if results is None:
-        return "Not measured yet: `python benchmarks/histogram.py`."
+        return missing("benchmarks/histogram.py")
     lines = ["| a file of 1 GiB in | read at | whole process | largest memory |", "| --- | --: | --: | --: |"]
     lines += [
         f"| {row['dtype']} | {row['read_gib_per_s']:.2f} GiB/s | {row['process_s']:.2f} s | {row['peak_mib']:.0f} MiB |"
         for row in results["rows"]
     ]
-    return "\n".join(lines) + f"\n\nMeasured on {where_measured(results)} (`benchmarks/results/histogram.json`)."
+    return filed("\n".join(lines), results, "histogram.json")
 
 
 def gpu_sentence() -> str:
@@ -125,7 +135,7 @@ def vllm_table() -> str:
     """The real vLLM beside a plan, and what it has no kernel for on this CPU."""
     results = result("vllm.json")
     if results is None:
-        return "Not measured yet: `python benchmarks/engines/vllm_check.py --results benchmarks/results/vllm.json`."
+        return missing("benchmarks/engines/vllm_check.py --results benchmarks/results/vllm.json")
     ran = [row for row in results["rows"] if "error" not in row]
     rows = [
         (
@@ -140,15 +150,14 @@ def vllm_table() -> str:
     titles = ("plan", "dtype", "difference:", "resolution:", "greedy:", "perplexity of the plan:", "in vLLM:")
     refused = ", ".join(f"`{row['case']}`" for row in results["rows"] if "error" in row)
     lacking = f" vLLM had no kernel on this processor for: {refused}." if refused else ""
-    where = f"Measured on {where_measured(results)} (`benchmarks/results/vllm.json`)."
-    return f"{markdown_table(titles, rows)}\n\n{where}{lacking}"
+    return filed(markdown_table(titles, rows), results, "vllm.json") + lacking
 
 
 def llama_cpp_table() -> str:
     """The real llama.cpp beside a plan."""
     results = result("llama_cpp.json")
     if results is None:
-        return "Not measured yet: `python benchmarks/engines/llama_cpp_check.py`."
+        return missing("benchmarks/engines/llama_cpp_check.py")
     rows = [
         (
             row["case"],
@@ -165,24 +174,22 @@ def llama_cpp_table() -> str:
         "plan", "MiB:", "difference:", "resolution:", "greedy:", "perplexity of the plan:", "inputs rounded:",
         "in llama.cpp:",
     )  # fmt: skip
-    where = f"{where_measured(results)}, gguf {results['machine'].get('gguf', '?')}"
-    return f"{markdown_table(titles, rows)}\n\nMeasured on {where} (`benchmarks/results/llama_cpp.json`)."
+    gguf = f"gguf {results['machine'].get('gguf', '?')}"
+    return filed(markdown_table(titles, rows), results, "llama_cpp.json", gguf)
 
 
 def torchao_table() -> str:
     """The real torchao beside a plan."""
     results = result("torchao.json")
     if results is None:
-        return "Not measured yet: `python benchmarks/engines/torchao_check.py`."
+        return missing("benchmarks/engines/torchao_check.py")
     rows = [
         (row["case"], f"{row['equal_layers']} of {row['layers']}", f"{row['logit_difference']:.2g}")
         for row in results["rows"]
         if "error" not in row
     ]
     titles = ("plan", "layers equal bit for bit:", "logits, relative difference:")
-    return (
-        f"{markdown_table(titles, rows)}\n\nMeasured on {where_measured(results)} (`benchmarks/results/torchao.json`)."
-    )
+    return filed(markdown_table(titles, rows), results, "torchao.json")
 
 
 # --- beside other tools ----------------------------------------------------------------------------------------------
@@ -192,7 +199,7 @@ def peers_table(model: str) -> str:
     """KL of each tool at the same bits, on one model and text."""
     results = result(f"peers-{model}.json")
     if results is None:
-        return f"Not measured yet: `python benchmarks/peers/run.py --model {model}`."
+        return missing(f"benchmarks/peers/run.py --model {model}")
     kl = {(run["row"], run["tool"]): run for run in results["runs"]}
     rows, tools = (list(dict.fromkeys(key[part] for key in kl)) for part in (0, 1))
     cells = [(row, *(_kl_of(kl.get((row, tool))) for tool in tools)) for row in sorted(rows)]

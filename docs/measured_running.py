@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from measured import markdown_table, result, where_measured
+from measured import filed, markdown_table, missing, result
 
 
 def products_table() -> str:
@@ -124,13 +124,12 @@ def padding_table() -> str:
 
 
 def _missing(part: str) -> str:
-    return f"Not measured yet: `python benchmarks/inference.py {part}`."
+    return missing(f"benchmarks/inference.py {part}")
 
 
 def _filed(titles: Sequence[str], rows: Iterable[Sequence[str]], results: Mapping[str, Any], part: str) -> str:
     threads = f"{results['threads']} thread{'s' if results['threads'] > 1 else ''}"
-    where = f"{where_measured(results)}, {threads} (`benchmarks/results/inference-{part}.json`)"
-    return f"{markdown_table(titles, rows)}\n\nMeasured on {where}."
+    return filed(markdown_table(titles, rows), results, f"inference-{part}.json", threads)
 
 
 def _ratio(ratio: float, target: float | None) -> str:

@@ -61,7 +61,6 @@ from bitwright.models.loaded import LoadedModel
 from bitwright.plan import Plan
 from bitwright.search.documents import CALIBRATION_SETS
 
-RESULTS = HERE.parent / "results" / "llama_cpp.json"
 #: Characters of each document that both tokenizers cut up.
 TOKENISED = 2000
 

@@ -54,8 +54,6 @@ from bitwright.inference import apply
 from bitwright.models.loaded import LoadedModel
 from bitwright.plan import Plan
 
-RESULTS = HERE.parent / "results" / "vllm.json"
-
 
 def _mixed(name: str, first: str, mlp: str, other: str) -> str:
     return first if ".0." in name else mlp if "mlp" in name else other

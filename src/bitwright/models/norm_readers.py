@@ -140,7 +140,7 @@ def _tried(output: Tensor) -> Tensor:
 
 def _output_of(model: nn.Module) -> Tensor:
     """The first tensor that the model gives for a few tokens."""
-    found = model(input_ids=torch.arange(_NUM_TOKENS).unsqueeze(0))
+    found = _run(model)
     first = found if isinstance(found, Tensor) else found[0]
     assert isinstance(first, Tensor)
     return first
@@ -175,5 +175,10 @@ def norms_seen(model: nn.Module) -> dict[str, SeenNorm]:
                 stack.callback(module.register_forward_pre_hook(read(name), with_kwargs=True).remove)
             if name in norms:
                 stack.callback(module.register_forward_hook(gave(name)).remove)
-        model(input_ids=torch.arange(_NUM_TOKENS).unsqueeze(0))
+        _run(model)
     return norms
+
+
+def _run(model: nn.Module) -> Any:
+    """What the model gives for a few tokens."""
+    return model(input_ids=torch.arange(_NUM_TOKENS).unsqueeze(0))

@@ -40,9 +40,14 @@ class MatmulSelection:
     """A layout and the reason for it."""
 
     layout: MatmulLayout
-    reason: str
     #: "not dot: …" of every layout that comes before it.
     passed_over: tuple[str, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """What it is, and what was passed over for it."""
+        passed = "; ".join(self.passed_over)
+        return f"{self.layout.description}{f' ({passed})' if passed else ''}"
 
 
 @cache
@@ -66,12 +71,7 @@ def select_matmul(
     for layout in sorted(MATMULS.values(), key=lambda layout: layout.preference):
         reason = layout.why_not(scheme, shape, device_type, dtype)
         if reason is None:
-            passed = "; ".join(passed_over)
-            selection = MatmulSelection(
-                layout=layout,
-                reason=f"{layout.description}{f' ({passed})' if passed else ''}",
-                passed_over=tuple(passed_over),
-            )
+            selection = MatmulSelection(layout=layout, passed_over=tuple(passed_over))
             _LOG.info("layout %s of %s %s: %s", layout.name, scheme, shape, selection.reason)
             return selection
         passed_over.append(f"not {layout.name}: {reason}")

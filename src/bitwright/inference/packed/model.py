@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -74,7 +74,20 @@ def packed_model(
         ModelError: the model runs packed already.
     """
     raise_if_planned(model)
-    builder = _Builder.of(plan, model, sites, mode, dtype, dtype_reason, fallback)
+    device_type = next(iter(model.parameters())).device.type
+    rules = site_rules(plan, sites)
+    chosen = {
+        choice.name: (choice, choose(SCHEMES[choice.scheme], choice.shape, mode, device_type, dtype))
+        for choice in plan.sites
+        if choice.kind == "weight"
+    }
+    if mode == "native":
+        raise_if_not_native(plan.model.name, chosen)
+    for matrix in matrices_of(sites):
+        input_rule(matrix, rules)
+    # everything that can be refused is refused by now
+    run = RunReport(mode=mode, dtype=dtype, dtype_reason=dtype_reason, device_type=device_type, sites=(), other_bytes=0)
+    builder = _Builder(plan=plan, model=model, sites=sites, fallback=fallback, rules=rules, chosen=chosen, run=run)
     planned = _structure_of(model)
     builder.replace_matrices(planned)
     _copy_tensors(planned, dtype)
@@ -132,54 +145,14 @@ class _Builder:
     plan: Plan
     model: nn.Module
     sites: Sequence[Site]
-    mode: Mode
-    dtype: torch.dtype
-    device_type: str
     fallback: FallbackSettings | None
     #: Site → what it runs with and how; sites that stay as loaded are not there.
     rules: Mapping[str, SiteRule]
     chosen: Mapping[str, tuple[SiteChoice, Multiplication]]
+    #: Without its sites, bytes and notes, which are known at the end (`report`).
     run: RunReport
     #: Site → bytes of its codes and scales.
     num_bytes: dict[str, int] = field(default_factory=dict)
-
-    @staticmethod
-    def of(
-        plan: Plan,
-        model: nn.Module,
-        sites: Sequence[Site],
-        mode: Mode,
-        dtype: torch.dtype,
-        dtype_reason: str,
-        fallback: FallbackSettings | None,
-    ) -> _Builder:
-        """Everything that can be refused is refused here."""
-        device_type = next(iter(model.parameters())).device.type
-        rules = site_rules(plan, sites)
-        chosen = {
-            choice.name: (choice, choose(SCHEMES[choice.scheme], choice.shape, mode, device_type, dtype))
-            for choice in plan.sites
-            if choice.kind == "weight"
-        }
-        if mode == "native":
-            raise_if_not_native(plan.model.name, chosen)
-        for matrix in matrices_of(sites):
-            input_rule(matrix, rules)
-        run = RunReport(
-            mode=mode, dtype=dtype, dtype_reason=dtype_reason, device_type=device_type, sites=(), other_bytes=0
-        )
-        return _Builder(
-            plan=plan,
-            model=model,
-            sites=sites,
-            mode=mode,
-            dtype=dtype,
-            device_type=device_type,
-            fallback=fallback,
-            rules=rules,
-            chosen=chosen,
-            run=run,
-        )
 
     # --- matrices -----------------------------------------------------------------------------------------------------
 
@@ -213,7 +186,7 @@ class _Builder:
             own = self.rules.get(site.name) if site is not None and self._is_packed(site) else None
             transform = UNCHANGED if own is None or own.activations is not None else own.transform
             changes.append(InputRounding(transform, None, None))
-        return PackedWeight(rows, changes, inputs, self.dtype, fallback)
+        return PackedWeight(rows, changes, inputs, self.run.dtype, fallback)
 
     def _runs_of_rows(self, matrix: Matrix) -> list[tuple[int, int, Site | None]]:
         """(first row, end, site) of every run of rows, in order; None for rows that are no site."""
@@ -232,7 +205,7 @@ class _Builder:
 
     def _rows(self, matrix: Matrix, first: int, last: int, site: Site | None) -> Rows:
         if site is None or not self._is_packed(site):
-            rows = plain_rows(self._weight(matrix)[first:last].to(self.dtype, copy=True).contiguous())
+            rows = plain_rows(self._weight(matrix)[first:last].to(self.run.dtype, copy=True).contiguous())
         else:
             choice, how = self.chosen[site.name]
             # in fp32 on a device: `codes_of` is arithmetic of torch like any other
@@ -240,7 +213,7 @@ class _Builder:
             if how.native is not None:
                 rows = how.native.rows(pack_codes(q), self.run.counters.padding)
             else:
-                rows = packed_rows(MATMULS[how.kernel].prepare(pack_codes(q)), how.inputs_dtype, self.device_type)
+                rows = packed_rows(MATMULS[how.kernel].prepare(pack_codes(q)), how.inputs_dtype, self.run.device_type)
         if site is not None:
             self.num_bytes[site.name] = rows.nbytes()
         return rows
@@ -284,27 +257,17 @@ class _Builder:
         """How it runs."""
         total = sum(t.numel() * t.element_size() for t in (*planned.parameters(), *_weights_as_buffers(planned)))
         runs = tuple(self._site_run(site) for site in self.sites)
-        notes = [*self._notes(planned)]
-        return RunReport(
-            mode=self.mode,
-            dtype=self.dtype,
-            dtype_reason=self.run.dtype_reason,
-            device_type=self.device_type,
-            sites=runs,
-            other_bytes=total - sum(run.bytes for run in runs),
-            notes=tuple(notes),
-            counters=self.run.counters,
-            watch=self.run.watch,
-        )
+        other_bytes = total - sum(run.bytes for run in runs)
+        return replace(self.run, sites=runs, other_bytes=other_bytes, notes=tuple(self._notes(planned)))
 
     def _site_run(self, site: Site) -> SiteRun:
         choice, how = self.chosen.get(site.name, (None, None))
-        plain = site.num_weights * self.dtype.itemsize
+        plain = site.num_weights * self.run.dtype.itemsize
         return SiteRun(
             name=site.name,
             role=site.role,
             scheme="as_loaded" if choice is None else choice.scheme,
-            kernel=spell_dtype(self.dtype) if how is None else how.kernel,
+            kernel=spell_dtype(self.run.dtype) if how is None else how.kernel,
             reason="the plan says nothing of it" if how is None else how.reason,
             own_reason=None if how is None else how.own_reason,
             passed_over=() if how is None else how.passed_over,
@@ -313,14 +276,15 @@ class _Builder:
         )
 
     def _notes(self, planned: nn.Module) -> Iterator[str]:
+        bits = 8 * self.run.dtype.itemsize
         wider = [
             choice
             for choice, how in self.chosen.values()
-            if how.kind == "plain" and choice.bytes and choice.bytes < 0.99 * _numbers(choice) * self.dtype.itemsize
+            if how.kind == "plain" and choice.bytes and choice.bytes < 0.99 * _numbers(choice) * bits / 8
         ]
         if wider:
             yield (
-                f"{len(wider)} sites that stay as loaded, such as {wider[0].name}, take {self.dtype.itemsize * 8} bits "
+                f"{len(wider)} sites that stay as loaded, such as {wider[0].name}, take {bits} bits "
                 f"a weight here, and {wider[0].bits:g} in the checkpoint"
             )
         operands = [name for name, module in planned.named_modules() if isinstance(module, PackedOperand)]

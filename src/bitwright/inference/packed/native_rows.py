@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from bitwright.inference.counters import PaddingCounts
 from bitwright.inference.packed.padding import Multiples, Padding, fill, up_to
-from bitwright.inference.packed.rows import Multiply, Parts, Rows
+from bitwright.inference.packed.rows import Multiply, Parts, Rows, rows_of_layout
 from bitwright.quantize.catalogs import MATMULS
 from bitwright.quantize.matmuls import PackedMatrix
 from bitwright.quantize.matmuls.scaled_mm import ScaledMm, multiply_scaled, nvidia_capability, why_not_codes
@@ -161,8 +161,8 @@ class ScaledProduct:
         return MATMULS[self.layout].unpack(self._matrix(parts))
 
     def lookup(self, parts: Parts, ids: Tensor) -> Tensor:
-        """Some rows of all values, fp32 [*ids.shape, K]."""
-        return self.values(parts)[ids]
+        """Some rows, fp32 [*ids.shape, K]."""
+        return rows_of_layout(self._matrix(parts), ids)
 
     def __str__(self) -> str:
         return f"{self.scheme}, {self.layout}"

@@ -174,12 +174,8 @@ class PackedProduct:
         return MATMULS[self.layout].unpack(self._matrix(parts))
 
     def lookup(self, parts: Parts, ids: Tensor) -> Tensor:
-        """Some rows, fp32 [*ids.shape, K]: by the layout where it reads rows alone, else of all values."""
-        rows = getattr(MATMULS[self.layout], "rows", None)
-        if rows is None:
-            return self.values(parts)[ids]
-        found: Tensor = rows(self._matrix(parts), ids.flatten())
-        return found.unflatten(0, ids.shape)
+        """Some rows, fp32 [*ids.shape, K]."""
+        return rows_of_layout(self._matrix(parts), ids)
 
     def __str__(self) -> str:
         return f"{self.scheme}, layout {self.layout}"
@@ -227,6 +223,11 @@ class PlainProduct:
 
     def __str__(self) -> str:
         return "as loaded"
+
+
+def rows_of_layout(matrix: PackedMatrix, ids: Tensor) -> Tensor:
+    """Some rows of a packed matrix, fp32 [*ids.shape, K]: its layout reads those alone."""
+    return MATMULS[matrix.layout].rows(matrix, ids.flatten()).unflatten(0, ids.shape)
 
 
 def packed_rows(matrix: PackedMatrix, dtype: torch.dtype, device_type: str) -> Rows:

@@ -8,6 +8,8 @@ is up to an eighth smaller than what was computed, and always smaller. No scale 
 its own, which a checkpoint says in the same words.
 """
 
+from dataclasses import replace
+
 from bitwright.quantize.granularity import TENSOR
 from bitwright.quantize.scheme import Scaling, TensorScheme
 from bitwright.quantize.value_scheme import Axis, ValueScheme
@@ -30,15 +32,10 @@ def _static(number: str, axis: Axis, roles: frozenset[str], source: str, in_defa
 
 
 def _truncated(number: str, source: str) -> ValueScheme:
-    return ValueScheme(
+    return replace(
+        _static(number, "tensor", _CACHE, source, in_default_search=False),
         name=f"{number}_tensor_truncated",
         description=f"{number.upper()}, one static scale per tensor; casts round toward zero",
-        source=source,
-        values=TensorScheme(format=number, scaling=Scaling(granularity=TENSOR, scale_format="fp32")),
-        axis="tensor",
-        static=True,
-        roles=_CACHE,
-        in_default_search=False,
         rounding="toward_zero",
     )
 

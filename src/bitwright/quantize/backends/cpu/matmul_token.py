@@ -20,7 +20,7 @@ from torch import Tensor
 from bitwright.quantize.backends.cpu.arrays import run_rows
 from bitwright.quantize.backends.cpu.lanes import I16, I32, bits_of, float_of
 from bitwright.quantize.backends.cpu.matmul import multiply_tiles
-from bitwright.quantize.backends.cpu.matmul_layout import constant
+from bitwright.quantize.backends.cpu.matmul_layout import TILE_ROWS, constant
 from bitwright.quantize.backends.cpu.matmul_parts import Parts
 from bitwright.quantize.backends.cpu.matmul_product import call_of, operands_of, work_of
 from bitwright.quantize.backends.cpu.team import in_team
@@ -89,7 +89,7 @@ def multiply_token(  # type: ignore[no-untyped-def]
             sums[0, group] = _sum_of(pairs, group * sizes.group_pairs, of_group)
     x = _as_taken(pairs, takes_pairs)
     multiply_tiles(codes, x, out, scales, offsets, sums, first, last, factor, tables, sizes, constants)
-    for row in range(first * 64, min(last * 64, sizes.rows)):
+    for row in range(first * TILE_ROWS, min(last * TILE_ROWS, sizes.rows)):
         value = out[0, row]
         word = bits_of(value)
         if value == value:
