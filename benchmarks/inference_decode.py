@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from uniform_plans import uniform_plan
+from unsearched_plans import uniform_plan
 
 from bitwright.inference import RunReport, apply
 from bitwright.inference.generation.speed import measure_speed

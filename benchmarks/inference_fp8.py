@@ -17,7 +17,7 @@ import torch
 from timing import in_turn
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from uniform_plans import uniform_plan
+from unsearched_plans import uniform_plan
 
 from bitwright.cli.progress import Bars
 from bitwright.inference import apply

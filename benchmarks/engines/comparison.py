@@ -30,7 +30,7 @@ from bitwright.models.load import load
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.sites import Site, find_sites
 from bitwright.models.value_sites import ValueSite, find_value_sites
-from bitwright.plan import Budget, ModelInfo, Plan, SiteChoice, Summary, TextInfo, load_plan
+from bitwright.plan import Plan, SiteChoice, Summary, load_plan
 from bitwright.quantize import SCHEMES
 from bitwright.quantize.catalogs import VALUE_SCHEMES
 from bitwright.search.documents import CALIBRATION_SETS
@@ -39,6 +39,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "peers")]
 import environments  # noqa: E402
 import machine  # noqa: E402
+from unsearched_plans import unsearched_plan  # noqa: E402
 
 MAX_LOGPROB_DIFFERENCE = 0.02
 MAX_PERPLEXITY_RATIO = 0.01
@@ -119,20 +120,8 @@ def made_plan(loaded: LoadedModel, case: Case) -> Plan:
     chosen = [_choice(s, case.scheme_of(s)) for s in sites if s.role not in ("embedding", "lm_head")]
     if case.cache is not None:
         chosen += [_choice(s, case.cache) for s in find_value_sites(loaded.model) if s.role == "kv_cache"]
-    text = TextInfo(source="none", tokens=0, sequences=0, hash="0" * 64)
-    plan = Plan(
-        model=ModelInfo(name=loaded.name, hash=loaded.hash, params=loaded.num_parameters),
-        hardware="cpu-generic",
-        task="text",
-        budget=Budget(effective_bits=16.0),
-        objective="kl",
-        seed=0,
-        calibration=text,
-        evaluation=text,
-        sites=tuple(chosen),
-        summary=Summary(effective_bits=0.0, nominal_bits=0.0, weight_bytes=0, predicted_kl=0.0),
-        met=False,
-    )
+    nothing = Summary(effective_bits=0.0, nominal_bits=0.0, weight_bytes=0, predicted_kl=0.0)
+    plan = unsearched_plan(loaded, chosen, nothing)
     if any(_is_static(choice) for choice in chosen):
         prompts = [torch.tensor([ids]) for ids in texts(loaded).calibration]
         plan = calibrate_static(plan, loaded, prompts, sites=sites)

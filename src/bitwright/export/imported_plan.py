@@ -19,14 +19,14 @@ from bitwright import hardware
 from bitwright.export.importer import Found, Taken
 from bitwright.inference import input_tensors_of, tensors_of
 from bitwright.models.loaded import LoadedModel
-from bitwright.plan import Budget, ModelInfo, Plan, Run, SearchOptions, SiteChoice, Summary, TextInfo
+from bitwright.plan import Budget, ModelInfo, Plan, Run, SearchOptions, SiteChoice, TextInfo
 from bitwright.quantize import SCHEMES, TRANSFORMS
 from bitwright.quantize.fitted import Fitted
 from bitwright.quantize.rounding.stored import IMPORTED
 from bitwright.quantize.scheme import Scheme
 from bitwright.quantize.spelled_scheme import spell_scheme
 from bitwright.search.candidate import Candidate
-from bitwright.search.draft import weight_choice
+from bitwright.search.draft import summary_of, weight_choice
 from bitwright.search.price import AS_LOADED, price_model
 from bitwright.search.progress import Progress, Silent
 from bitwright.search.speaker import Speaker
@@ -110,12 +110,7 @@ def plan_of(
         repair=_text_info(splits.repair),
         evaluation=_text_info(splits.final),
         sites=tuple(choices),
-        summary=Summary(
-            effective_bits=prices.effective_bits(assignment),
-            nominal_bits=prices.nominal_bits(assignment),
-            weight_bytes=prices.model_bytes(assignment),
-            predicted_kl=0.0,
-        ),
+        summary=summary_of(prices, assignment, predicted_kl=0.0),
         met=False,
         notes=(
             f"imported from {found.path.name}, a {found.kind} checkpoint; nothing was predicted of it, 0 stands there: "

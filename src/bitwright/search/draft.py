@@ -29,7 +29,7 @@ from bitwright.search.candidate import Candidate
 from bitwright.search.explain import reason_for, why_kept
 from bitwright.search.learn import MIN_TOKENS, Learned
 from bitwright.search.mend import Mended
-from bitwright.search.price import AS_LOADED, Assignment, device_memory, predict_latency
+from bitwright.search.price import AS_LOADED, Assignment, Prices, device_memory, predict_latency
 from bitwright.search.problem import Problem
 from bitwright.search.progress import Progress
 from bitwright.search.serving import VALUE_BITS
@@ -98,12 +98,7 @@ def draft_plan(
             *(_weight_choice(site, mended, settings, subject, learned) for site in subject.sites),
             *(_value_choice(site, mended, settings) for site in subject.value_sites),
         ),
-        summary=Summary(
-            effective_bits=prices.effective_bits(assignment),
-            nominal_bits=prices.nominal_bits(assignment),
-            weight_bytes=prices.model_bytes(assignment),
-            predicted_kl=problem.total_kl(assignment),
-        ),
+        summary=summary_of(prices, assignment, problem.total_kl(assignment)),
         met=False,
         frontier=_frontier(problem, assignment),
         predictions=tuple(predictions),
@@ -136,6 +131,16 @@ def _weight_choice(site: Site, mended: Mended, settings: Settings, subject: Subj
     reason = reason_for(site, choice, mended, asked=(settings.budget, settings.objective), why_kept=kept)
     return weight_choice(
         site, choice, reason=reason, num_bytes=num_bytes, predicted_kl=mended.problem.site_kl(site, choice)
+    )
+
+
+def summary_of(prices: Prices, assignment: Assignment, predicted_kl: float) -> Summary:
+    """What a plan says of all its weights together."""
+    return Summary(
+        effective_bits=prices.effective_bits(assignment),
+        nominal_bits=prices.nominal_bits(assignment),
+        weight_bytes=prices.model_bytes(assignment),
+        predicted_kl=predicted_kl,
     )
 
 
