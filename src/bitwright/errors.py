@@ -10,6 +10,7 @@
     ├── BudgetError                 limits that contradict each other or themselves
     ├── HardwareError               a device file is missing a figure or has an impossible one
     ├── PlanError                   a plan folder is damaged, from a newer schema, or for another model
+    ├── TrainingError               a training run cannot be set up as asked, or cannot go on
     ├── ExportError                 an engine's checkpoint cannot express a plan, or cannot be written
     └── ReportError                 a report cannot be drawn or written
 
@@ -63,6 +64,10 @@ class HardwareError(BitwrightError):
 
 class PlanError(BitwrightError):
     """A plan folder is damaged, from a newer schema, or for another model."""
+
+
+class TrainingError(BitwrightError):
+    """A training run cannot be set up as asked, or cannot go on."""
 
 
 class ExportError(BitwrightError):

@@ -1,0 +1,1 @@
+"""Training policies, one file each; each module defines POLICIES."""
