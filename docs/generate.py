@@ -503,6 +503,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "products": measured_running.products_table,
     "processors": measured_running.processors_table,
     "decode": measured_running.decode_table,
+    "engines": measured_running.engines_table,
     "fp8": measured_running.fp8_table,
     "break-even": measured_running.break_even_table,
     "padding": measured_running.padding_table,

@@ -68,6 +68,21 @@ def decode_table() -> str:
     return _filed(titles, rows, results, "decode")
 
 
+def engines_table() -> str:
+    """The same plans in engines and here, token by token."""
+    command, name = "benchmarks/engines/decode_speed.py", "engines-decode.json"
+    results = result(name)
+    if results is None:
+        return missing(command)
+    programs = list(dict.fromkeys(program for row in results["rows"] for program in row["decode_tokens_per_s"]))
+    rows = []
+    for row in results["rows"]:
+        found = row["decode_tokens_per_s"]
+        rows.append((row["plan"], *(f"{found[program]:.1f}" if program in found else "refused" for program in programs)))
+    titles = ("plan", *(f"{program}, tokens/s:" for program in programs))
+    return filed(markdown_table(titles, rows), results, name, f"{results['threads']} threads")
+
+
 def fp8_table() -> str:
     """What FP8 weights and inputs cost in perplexity."""
     results = result("inference-fp8.json")
