@@ -78,7 +78,9 @@ def engines_table() -> str:
     rows = []
     for row in results["rows"]:
         found = row["decode_tokens_per_s"]
-        rows.append((row["plan"], *(f"{found[program]:.1f}" if program in found else "refused" for program in programs)))
+        rows.append(
+            (row["plan"], *(f"{found[program]:.1f}" if program in found else "refused" for program in programs))
+        )
     titles = ("plan", *(f"{program}, tokens/s:" for program in programs))
     return filed(markdown_table(titles, rows), results, name, f"{results['threads']} threads")
 
