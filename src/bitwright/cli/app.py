@@ -24,6 +24,7 @@ from bitwright.cli import (
     hardware_profile,
     hardware_show,
     import_,
+    memory,
     optimize,
     run_,
     schemes,
@@ -61,6 +62,7 @@ def create_app() -> typer.Typer:
     app.add_typer(_create_formats_app(), name="formats")
     app.command("schemes", cls=PlainCommand)(schemes.schemes_command)
     app.add_typer(_create_hardware_app(), name="hardware")
+    app.command("memory", cls=PlainCommand)(memory.memory_command)
     return app
 
 

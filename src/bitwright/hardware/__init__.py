@@ -8,6 +8,7 @@
     hardware.roofline.matmul_time(l4, tokens=1, out_features=4096, in_features=4096, weight_bits=4.5,
                                   compute_format="bf16")     # OperationTime(seconds=…, bound="memory", …), predicted
     hardware.memory.kv_cache_bytes(num_layers=32, num_kv_heads=8, head_dim=128, num_tokens=8192)
+    hardware.KNOWN_MODELS.get("llama-65b").shape             # ModelShape(…), whose training memory can be counted
     hardware.latency.attention_time(l4, batch=1, query_tokens=1, context=8192, num_heads=32, num_kv_heads=8,
                                     head_dim=128, kv_bits=8.25)
     hardware.profile.measure(name="here").device             # this machine, measured
@@ -22,12 +23,16 @@ from bitwright.hardware.detect import detect
 from bitwright.hardware.device import Device, Link, MatmulRule
 from bitwright.hardware.device_catalog import devices, get, names
 from bitwright.hardware.device_file import read_device_file, write_device_text
+from bitwright.hardware.model_shape import ModelShape
+from bitwright.hardware.model_shape_file import KNOWN_MODELS
 
 __all__ = [
+    "KNOWN_MODELS",
     "DecoderShape",
     "Device",
     "Link",
     "MatmulRule",
+    "ModelShape",
     "detect",
     "devices",
     "get",

@@ -1,11 +1,11 @@
-"""Bytes of everything that must fit when a decoder serves. The only place with such formulas; all are *predicted*.
+"""Bytes of everything that must fit when a decoder serves.
 
-    weights       `weight_bytes` per matrix: codes, scales, offsets
+    weights       `weight_bytes` per matrix (`weights.py`)
     KV cache      `kv_cache_bytes` where all layers keep the same, `cache_bytes` for one cache of one layer
     activations   `activation_bytes`: the largest set of tensors that is alive at one moment of a step
     workspace     `workspace_bytes`: what the runtime and its kernels take for themselves
 
-`serving_memory` adds them up. Gradients and optimizer states join here when training needs them.
+`serving_memory` adds them up.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bitwright.errors import HardwareError
 from bitwright.hardware.decoder_shape import DecoderShape
 from bitwright.hardware.device import Kind
+from bitwright.hardware.sizes import raise_if_negative, raise_if_not_positive
 
 #: Tokens of all sequences together that one step of an engine runs, where a prompt is longer: vLLM's
 #: DEFAULT_MAX_NUM_BATCHED_TOKENS (vllm/config/scheduler.py), which it raises on large GPUs.
@@ -27,47 +27,6 @@ RUNTIME_BYTES: Mapping[Kind, int] = {"gpu": 512 * 2**20, "accelerator": 512 * 2*
 #: Scratch memory of matrix products: 32 MiB, what NVIDIA advises for cuBLAS on Hopper (cuBLAS documentation, §2.1.7
 #: cublasSetWorkspace; 4 MiB on older chips).
 MATMUL_WORKSPACE_BYTES = 32 * 2**20
-
-
-def weight_bytes(
-    *,
-    out_features: int,
-    in_features: int,
-    code_bits: float,
-    group_size: int | None = None,
-    group_rows: int = 1,
-    scale_bits: float = 0.0,
-    zero_point_bits: float = 0.0,
-    tensor_scale_bits: float = 0.0,
-) -> int:
-    """Return the stored bytes of one ``[out, in]`` weight: codes, the scales and zero points of its groups.
-
-        bits = out · in · code_bits
-             + ⌈out / group_rows⌉ · ⌈in / group_size⌉ · (scale_bits + zero_point_bits) + tensor_scale_bits
-
-    A last group that is shorter than the others still has a whole scale. Codes are packed without gaps; the result is
-    rounded up to bytes. Checked against GGUF's blocks of 32 (ggml-common.h): Q4_1 = 20 bytes (5 bits per weight: 4-bit
-    codes, fp16 scale, fp16 minimum as `zero_point_bits`), Q8_0 = 34 bytes; OCP MX v1.0 §5: 4.25 bits for MXFP4.
-
-    Args:
-        code_bits: bits of one code (4 for int4).
-        group_size: weights along `in_features` that share a scale; None = one scale per row (where `scale_bits` > 0).
-        group_rows: rows that share it with them: 128 for blocks of 128 × 128.
-        scale_bits, zero_point_bits: bits of one group's scale and of its zero point or minimum.
-        tensor_scale_bits: bits of one more scale for the whole tensor (32 for NVFP4).
-
-    Raises:
-        HardwareError: a size is not positive, or a number of bits is negative.
-    """
-    _raise_if_not_positive(out_features=out_features, in_features=in_features, code_bits=code_bits)
-    _raise_if_not_positive(group_rows=group_rows)
-    _raise_if_negative(scale_bits=scale_bits, zero_point_bits=zero_point_bits, tensor_scale_bits=tensor_scale_bits)
-    if group_size is not None:
-        _raise_if_not_positive(group_size=group_size)
-    groups_per_row = 1 if group_size is None else math.ceil(in_features / group_size)
-    bits = out_features * in_features * code_bits
-    bits += math.ceil(out_features / group_rows) * groups_per_row * (scale_bits + zero_point_bits) + tensor_scale_bits
-    return math.ceil(bits / 8)
 
 
 def kv_cache_bytes(
@@ -91,7 +50,7 @@ def kv_cache_bytes(
     Raises:
         HardwareError: a size is not positive, or the scale's bits are negative.
     """
-    _raise_if_not_positive(
+    raise_if_not_positive(
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -99,7 +58,7 @@ def kv_cache_bytes(
         batch=batch,
         value_bits=value_bits,
     )
-    _raise_if_negative(scale_bits_per_token_head=scale_bits_per_token_head)
+    raise_if_negative(scale_bits_per_token_head=scale_bits_per_token_head)
     per_token_head_bits = head_dim * value_bits + scale_bits_per_token_head
     return math.ceil(2 * num_layers * batch * num_tokens * num_kv_heads * per_token_head_bits / 8)
 
@@ -116,7 +75,7 @@ def cache_bytes(*, num_tokens: int, num_kv_heads: int, head_dim: int, stored_bit
     Raises:
         HardwareError: a size is not positive.
     """
-    _raise_if_not_positive(
+    raise_if_not_positive(
         num_tokens=num_tokens, num_kv_heads=num_kv_heads, head_dim=head_dim, stored_bits=stored_bits, batch=batch
     )
     return math.ceil(batch * num_tokens * num_kv_heads * head_dim * stored_bits / 8)
@@ -153,7 +112,7 @@ def activation_bytes(
     Raises:
         HardwareError: a size is not positive.
     """
-    _raise_if_not_positive(step_tokens=step_tokens, logit_tokens=logit_tokens, bits=bits, logit_bits=logit_bits)
+    raise_if_not_positive(step_tokens=step_tokens, logit_tokens=logit_tokens, bits=bits, logit_bits=logit_bits)
     query_columns, kv_columns = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     rotating = 3 * shape.hidden_size + max(4 * query_columns + 2 * kv_columns, 2 * query_columns + 5 * kv_columns)
     gating = 4 * shape.hidden_size + 3 * shape.intermediate_size
@@ -175,7 +134,7 @@ def workspace_bytes(kind: Kind, *, widened_weights: int = 0) -> int:
     Raises:
         HardwareError: a negative number of weights.
     """
-    _raise_if_negative(widened_weights=widened_weights)
+    raise_if_negative(widened_weights=widened_weights)
     return RUNTIME_BYTES[kind] + MATMUL_WORKSPACE_BYTES + 2 * widened_weights
 
 
@@ -217,8 +176,8 @@ def serving_memory(
     Raises:
         HardwareError: a size is not positive.
     """
-    _raise_if_not_positive(weights=weights, batch=batch, context=context, step_tokens=step_tokens)
-    _raise_if_negative(kv_cache=kv_cache)
+    raise_if_not_positive(weights=weights, batch=batch, context=context, step_tokens=step_tokens)
+    raise_if_negative(kv_cache=kv_cache)
     in_one_step = max(batch, min(batch * context, step_tokens))
     return ServingMemory(
         weights=weights,
@@ -226,15 +185,3 @@ def serving_memory(
         activations=activation_bytes(shape, step_tokens=in_one_step, logit_tokens=batch),
         workspace=workspace_bytes(kind, widened_weights=widened_weights),
     )
-
-
-def _raise_if_not_positive(**sizes: float) -> None:
-    for name, value in sizes.items():
-        if not value > 0:
-            raise HardwareError(f"{name} is {value}, but bytes are counted for positive sizes only; correct it")
-
-
-def _raise_if_negative(**sizes: float) -> None:
-    for name, value in sizes.items():
-        if not value >= 0:
-            raise HardwareError(f"{name} is {value}, but a number of bits is never negative; use 0 where there is none")

@@ -1,0 +1,121 @@
+"""What a policy comes to in memory: bits of every parameter and of every kept activation, for `hardware/memory`.
+
+    parameters      those of the policy; fp32 ones are the masters
+    copies          what products read of a weight: 16 bits under autocast, the codes of W under a recipe
+    gradients       in the format that the policy adds them up in (`gradient_storage.py`)
+    moments         as many as the optimizer keeps, in the policy's format
+    compensation    16 bits for the update rule that keeps what rounding lost
+
+DeepSpeed and Megatron hold bf16 parameters and keep the masters in the optimizer (`masters="in optimizer"`): 2 + 2 + 12
+bytes with AdamW in place of 4 + 4 + 8 and a copy of 2 while a step runs.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from bitwright import formats
+from bitwright.catalog import nearest_name_hint
+from bitwright.errors import TrainingError
+from bitwright.hardware.memory import MOMENTS, ActivationSetup, StateBits
+from bitwright.quantize.catalogs import SCHEMES
+from bitwright.training.policy import Policy
+from bitwright.training.product_recipe import OperandRule
+from bitwright.training.update import UPDATES
+
+Masters = Literal["in model", "in optimizer"]
+#: tf32 is how products read fp32 numbers, which stay in their 32 bits.
+_STORED_BITS = {"tf32": 32.0}
+
+
+def stored_bits(format: str) -> float:
+    """Return the bits in which a number of a format lies in memory."""
+    return _STORED_BITS.get(format, float(formats.FORMATS[format].bits))
+
+
+def state_bits(policy: Policy, *, optimizer: str = "adamw", masters: Masters = "in model") -> StateBits:
+    """Return the bits that a policy keeps of every parameter.
+
+    Args:
+        policy: any.
+        optimizer: a name of `hardware.memory.MOMENTS`.
+        masters: where fp32 masters lie, for policies that have any beside products in 16 bits.
+
+    Raises:
+        TrainingError: an unknown optimizer, or masters asked for where a policy has none.
+    """
+    if optimizer not in MOMENTS:
+        hint = nearest_name_hint(optimizer, list(MOMENTS))
+        raise TrainingError(f"unknown optimizer {optimizer!r}{hint} Known optimizers: {', '.join(MOMENTS)}")
+    compute, own = stored_bits(policy.compute), stored_bits(policy.parameters)
+    moments = MOMENTS[optimizer] * stored_bits(policy.moments)
+    in_optimizer = masters == "in optimizer"
+    if in_optimizer and (own != 32 or compute == 32):
+        raise TrainingError(
+            f"policy '{policy.name}' has {policy.parameters} parameters and computes in {policy.compute}: there are no "
+            "masters to keep in the optimizer; leave them in the model"
+        )
+    held = compute if in_optimizer else own
+    codes = 0.0 if policy.products is None else _kept_codes(policy.products.operands)
+    copies = codes or (compute if compute < held else 0.0)
+    return StateBits(
+        parameters=held,
+        masters=own if in_optimizer else 0.0,
+        copies=copies,
+        head_copies=compute if compute < held else 0.0,
+        gradients=held if in_optimizer else max(held, stored_bits(policy.gradients)),
+        moments=moments,
+        compensation=16.0 if UPDATES[policy.update].is_compensated else 0.0,
+    )
+
+
+def activation_setup(
+    policy: Policy, *, batch: int, sequence: int, masters: Masters = "in model", **changes: object
+) -> ActivationSetup:
+    """Return in which formats a step under a policy leaves its activations.
+
+    Args:
+        policy: any.
+        batch, sequence: sequences of one GPU, and tokens of each.
+        masters: as in `state_bits`; the residual stream has the format of the model's parameters.
+        changes: other fields of `ActivationSetup`.
+    """
+    compute = stored_bits(policy.compute)
+    own = compute if masters == "in optimizer" else stored_bits(policy.parameters)
+    fields: dict[str, object] = {
+        "batch": batch,
+        "sequence": sequence,
+        "stream_bits": max(own, compute),
+        "compute_bits": compute,
+    }
+    if policy.products is not None:
+        fields["input_bits"] = _operand_bits(policy.products.operands["wgrad_x"])
+    return ActivationSetup(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def _kept_codes(operands: dict[str, OperandRule]) -> float:
+    """Bits of the codes of a weight that are alive from the forward to the backward pass."""
+    return _operand_bits(operands["dgrad_w"])
+
+
+def _operand_bits(rule: OperandRule) -> float:
+    """Stored bits of one number of an operand, its share of the scales of its groups included."""
+    return rule.scheme.stored_bytes(4096, 4096) * 8 / 4096**2
+
+
+def adapter_bits(states: StateBits) -> StateBits:
+    """Return the bits of adapters' parameters: fp32, whatever the base is in, trained as fp32 parameters are."""
+    return StateBits(parameters=32.0, gradients=32.0, moments=states.moments)
+
+
+def base_bits(scheme: str) -> tuple[float, bool]:
+    """Return the bits of one weight of a frozen base under a scheme, and whether a matrix is expanded to be multiplied.
+
+    Raises:
+        UnknownName: no scheme has that name.
+        TrainingError: the scheme has no weights.
+    """
+    weights = SCHEMES[scheme].weights
+    if weights is None:
+        raise TrainingError(f"scheme '{scheme}' says nothing of weights; a frozen base takes bf16, fp8_w, int4_g128, …")
+    return weights.stored_bytes(4096, 4096) * 8 / 4096**2, weights.scaling is not None
