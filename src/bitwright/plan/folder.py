@@ -89,8 +89,6 @@ def write_plan(plan: Plan, folder: str | os.PathLike[str], *, extra_files: Mappi
     for name in extra:
         if not name or name in (PLAN_FILE, TENSORS_FILE, RUN_FILE) or Path(name).name != name:
             raise PlanError(f"extra file {name!r} must be a plain name that the plan does not use itself")
-    target = Path(os.path.realpath(folder))
-    raise_if_not_replaceable(target, extra_names=frozenset(extra))
     contiguous = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in plan.tensors.items()}
     files = {
         PLAN_FILE: plan.to_json().encode("utf-8"),
@@ -98,6 +96,16 @@ def write_plan(plan: Plan, folder: str | os.PathLike[str], *, extra_files: Mappi
         RUN_FILE: canonical_json(plan.run.model_dump(mode="json")).encode("utf-8"),
         **extra,
     }
+    return write_files(files, folder)
+
+
+def write_files(files: Mapping[str, bytes], folder: str | os.PathLike[str]) -> Path:
+    """Write the files of a plan (name → content) as ``folder``, all of them or nothing; return the folder.
+
+    Raises ``PlanError`` as ``write_plan`` does.
+    """
+    target = Path(os.path.realpath(folder))
+    raise_if_not_replaceable(target, extra_names=frozenset(files))
     num_bytes = sum(map(len, files.values()))
     try:
         with assembled_folder(target) as assembled:
@@ -118,12 +126,20 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     comes back in this one, and so with another ``content_hash``.
     Raises ``PlanError`` where the plan is missing, damaged, changed by hand, or from a newer schema.
     """
-    given = Path(path)
-    file = given / PLAN_FILE if given.is_dir() else given
-    content = _read_json(file, given)
+    content, file = read_content(path)
     plan = _validated(content, file)
     tensors = _read_tensors(file.parent / TENSORS_FILE, plan)
-    return plan.attach(tensors=tensors, run=_read_run(file.parent / RUN_FILE))
+    return plan.attach(tensors=tensors, run=read_run(file.parent / RUN_FILE))
+
+
+def read_content(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Path]:
+    """Return the JSON object of a plan folder or a ``plan.json``, of whatever kind, and the file that it lies in.
+
+    Raises ``PlanError`` where there is none.
+    """
+    given = Path(path)
+    file = given / PLAN_FILE if given.is_dir() else given
+    return _read_json(file, given), file
 
 
 def parse_plan(text: str) -> Plan:
@@ -155,12 +171,33 @@ def _parse_json(text: str, file: Path) -> dict[str, Any]:
 
 
 def _validated(content: dict[str, Any], file: Path) -> Plan:
+    if "kind" in content:
+        raise PlanError(
+            f"'{file}' is a {content['kind']} plan, and a plan for serving is asked for here; pass it to bitwright "
+            "show, to bitwright export, or to training.prepare(policy=…)"
+        )
+    hashed = raise_if_changed(content, file, SCHEMA_VERSION)
+    fields = upgrade_content(hashed, file)
+    try:
+        plan = Plan.model_validate({key: value for key, value in fields.items() if key != "decision_hash"})
+    except ValidationError as error:
+        raise invalid_plan(file, error) from error
+    if content["schema_version"] == SCHEMA_VERSION and hashed.get("decision_hash") != plan.decision_hash:
+        raise PlanError(f"'{file}': decision_hash does not fit the sites and choices; make the plan again")
+    return plan
+
+
+def raise_if_changed(content: dict[str, Any], file: Path, newest: int) -> dict[str, Any]:
+    """Return a plan's content without its content_hash, which has to fit it.
+
+    Raises ``PlanError`` for a schema that never existed or is newer than ``newest``, and for content that was changed.
+    """
     version = content["schema_version"]
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise PlanError(f"'{file}' has the schema version {version!r}, which never existed; make the plan again")
-    if version > SCHEMA_VERSION:
+    if version > newest:
         raise PlanError(
-            f"'{file}' has schema version {version}, and this bitwright reads up to {SCHEMA_VERSION}; upgrade bitwright"
+            f"'{file}' has schema version {version}, and this bitwright reads up to {newest}; upgrade bitwright"
         )
     hashed = {key: value for key, value in content.items() if key != "content_hash"}
     try:
@@ -172,16 +209,14 @@ def _validated(content: dict[str, Any], file: Path) -> Plan:
             f"'{file}' is not what was written (content_hash is {str(content.get('content_hash'))[:12]}…, the content "
             f"gives {actual[:12]}…); restore the file or make the plan again"
         )
-    fields = upgrade_content(hashed, file)
-    try:
-        plan = Plan.model_validate({key: value for key, value in fields.items() if key != "decision_hash"})
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise PlanError(f"'{file}' is no valid plan: {where}: {first['msg']}; make the plan again") from error
-    if version == SCHEMA_VERSION and hashed.get("decision_hash") != plan.decision_hash:
-        raise PlanError(f"'{file}': decision_hash does not fit the sites and choices; make the plan again")
-    return plan
+    return hashed
+
+
+def invalid_plan(file: Path, error: ValidationError) -> PlanError:
+    """The error for content that is no plan: the field at fault."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return PlanError(f"'{file}' is no valid plan: {where}: {first['msg']}; make the plan again")
 
 
 def _read_tensors(file: Path, plan: Plan) -> dict[str, np.ndarray]:
@@ -201,7 +236,8 @@ def _read_tensors(file: Path, plan: Plan) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _read_run(file: Path) -> Run:
+def read_run(file: Path) -> Run:
+    """Return what ``run.json`` says; nothing where there is none. Raises ``PlanError`` where it is damaged."""
     if not file.exists():
         return Run()
     try:
