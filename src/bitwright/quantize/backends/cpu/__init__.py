@@ -4,6 +4,8 @@
     modes         the same in every rounding mode
     tiles         groups under a scale: found on the way, or known
     packing       codes as bits, and back
+    operands      codes for products of codes, in any rounding mode
+    matrices      which of these writes a matrix
     steps, rounding, lanes    what those are made of: blocks of numbers as LLVM vectors
     grids, scales, arrays     what kernels are given: formats, rules and scales, and tensors
 
@@ -12,8 +14,6 @@ Kernels are compiled at their first call and kept on disk. They run on as many t
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,25 +26,23 @@ from bitwright.quantize.backends.cpu import elementwise, modes, packing, tiles
 from bitwright.quantize.backends.cpu.arrays import (
     ARRAY_DTYPES,
     array_of,
-    cut_into_runs,
     finished,
     new_memory,
-    row_length,
     run_rows,
     run_whole,
     streams_to,
     target_for,
 )
 from bitwright.quantize.backends.cpu.grids import FloatGrid, OneZeroGrid, why_no_code, why_no_grid
+from bitwright.quantize.backends.cpu.matrices import quantize_into
 from bitwright.quantize.backends.cpu.modes import MODES, why_no_mode
+from bitwright.quantize.backends.cpu.operands import codes_with_amax as codes_with_amax
+from bitwright.quantize.backends.cpu.operands import operand as operand
 from bitwright.quantize.backends.cpu.scales import (
     code_of_format,
-    find_scales_of,
-    finds_scales_on_the_way,
     grid_of_format,
     is_short,
     loaded_scales,
-    rule_of,
     stored_scales,
 )
 from bitwright.quantize.pack import PackedTensor, stored_dtype
@@ -128,7 +126,7 @@ def fake_quantize(x_NK: Tensor, scheme: TensorScheme, *, out: Tensor | None = No
         return values if out is None else out.copy_(values)
     source = x_NK.detach().contiguous()
     target = target_for(source, out)
-    _quantize_into(source, target, scheme, gives_codes=False, wants_scales=False)
+    quantize_into(source, target, scheme, gives_codes=False, wants_scales=False)
     return finished(target, x_NK, out)
 
 
@@ -138,7 +136,7 @@ def quantize(x_NK: Tensor, scheme: TensorScheme) -> QTensor:
         return torch_backend.quantize(x_NK, scheme)
     source = x_NK.detach().float().contiguous()
     codes = new_memory(source.shape, torch.float32)
-    scales, tensor_scale = _quantize_into(source, codes, scheme, gives_codes=True, wants_scales=True)
+    scales, tensor_scale = quantize_into(source, codes, scheme, gives_codes=True, wants_scales=True)
     return QTensor(scheme=scheme, codes_NK=codes, scales_NG=scales, tensor_scale=tensor_scale)
 
 
@@ -176,7 +174,7 @@ def pack(x_NK: Tensor, scheme: TensorScheme) -> PackedTensor:
     number = formats.FORMATS[scheme.format]
     rows, columns = source.shape
     packed = new_memory((rows, -(-columns * number.bits // 8)), torch.uint8)
-    scales, tensor_scale = _quantize_into(source, packed, scheme, gives_codes=True, wants_scales=True)
+    scales, tensor_scale = quantize_into(source, packed, scheme, gives_codes=True, wants_scales=True)
     return PackedTensor(
         scheme=scheme,
         shape=(rows, columns),
@@ -205,57 +203,3 @@ def unpack(packed: PackedTensor, dtype: torch.dtype = torch.float32, *, out: Ten
     arguments = (columns, size, block_rows, code_of_format(number), number.bits, streams_to(target, columns, size))
     run_rows(packing.unpack_rows, packing.unpack_rows_parallel, arrays, rows, arguments, rows * columns)
     return target
-
-
-# --- one matrix -------------------------------------------------------------------------------------------------------
-
-
-def _quantize_into(
-    source: Tensor, target: Tensor, scheme: TensorScheme, *, gives_codes: bool, wants_scales: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Write values, codes or bytes of a contiguous matrix; returns its scales [R, G] (empty unless wanted) and tensor
-    scale."""
-    scaling = scheme.scaling
-    assert scaling is not None
-    number = formats.FORMATS[scheme.format]
-    rows, columns = source.shape
-    size = scaling.granularity.group_columns(columns)
-    if not finds_scales_on_the_way(scheme, rows, columns):
-        scales = find_scales_of(source, scheme)
-        _write_known(source, target, scales.effective[..., 0], scheme, gives_codes)
-        return scales.scale[..., 0], scales.tensor_scale
-    found = np.empty((rows, scaling.granularity.num_groups(columns)) if wants_scales else (0, 0), np.float32)
-    rule, grid = rule_of(scheme, source), grid_of_format(number)
-    flat = (array_of(source), target.numpy() if target.dtype == torch.uint8 else array_of(target), found.reshape(-1))
-    if target.dtype == torch.uint8:
-        num_rows = rows
-        arguments: tuple[Any, ...] = (columns, size, rule, grid, number.bits)
-        one, several = packing.pack_rows, packing.pack_rows_parallel
-    else:
-        num_rows, run_columns = cut_into_runs(rows, columns, size)
-        arguments = (run_columns, size, rule, grid, gives_codes, streams_to(target, columns, size))
-        one, several = tiles.quantize_rows, tiles.quantize_rows_parallel
-    run_rows(one, several, flat, num_rows, arguments, source.numel())
-    tensor_scale = torch.tensor(rule.tensor_scale, dtype=torch.float32) if scaling.tensor_scale else None
-    return torch.from_numpy(found), tensor_scale
-
-
-def _write_known(source: Tensor, target: Tensor, scales_RG: Tensor, scheme: TensorScheme, gives_codes: bool) -> None:
-    """Values, codes or bytes of a matrix under scales [R, G] that are known."""
-    assert scheme.scaling is not None
-    number = formats.FORMATS[scheme.format]
-    rows, columns = source.shape
-    granularity = scheme.scaling.granularity
-    size, block_rows = granularity.group_columns(columns), granularity.group_rows(rows)
-    scales = scales_RG.contiguous().numpy()
-    if target.dtype == torch.uint8:
-        arrays: tuple[Any, ...] = (array_of(source), target.numpy(), scales)
-        packed_as: tuple[Any, ...] = (columns, size, block_rows, grid_of_format(number), number.bits)
-        run_rows(packing.pack_scaled_rows, packing.pack_scaled_rows_parallel, arrays, rows, packed_as, source.numel())
-        return
-    if granularity.scope == "tensor":
-        columns = size = row_length(source.numel())
-        rows = block_rows = source.numel() // columns
-    arrays = (array_of(source), array_of(target), scales)
-    arguments = (columns, size, block_rows, grid_of_format(number), gives_codes, streams_to(target, columns, size))
-    run_rows(tiles.scale_rows, tiles.scale_rows_parallel, arrays, rows, arguments, source.numel())

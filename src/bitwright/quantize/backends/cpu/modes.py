@@ -1,6 +1,6 @@
 """Every rounding mode, number by number: `formats/round.py` in a loop.
 
-Less in a hurry than `elementwise`, which knows nearest even alone. In fp64 each step is exact: with the step
+Less in a hurry than `elementwise` and `tiles`, which know nearest even alone. In fp64 each step is exact: with the step
 q = 2^(max(floor(log2 |x|), emin) − fraction_bits), |x| / q = n + r splits into an integer and a rest, the mode says
 from r, the parity of n, the sign and the random bits whether n + 1 is taken, and n · q is the value. Integers are the
 format with q = 1. Random bits: `formats/philox.py`.
@@ -117,41 +117,45 @@ def _steps_up(mode: Any, rest: Any, is_odd: Any, is_negative: Any, threshold: An
     return rest >= threshold
 
 
+@njit(nogil=True, error_model="numpy", inline="always")
+def _round_one(number: Any, index: Any, grid: Any, mode: Any, seed: Any, random_bits: Any) -> Any:
+    """One fp32 number on the grid; `index` is that of its random word."""
+    value = np.float64(number)
+    magnitude = abs(value)
+    is_negative = np.signbit(value)
+    if np.isnan(value):
+        return np.float32(grid.nan) if grid.replaces_nan else number
+    limit = -grid.smallest if is_negative else grid.largest
+    if magnitude == np.inf:
+        found = limit if grid.infinite == grid.largest else grid.infinite
+    else:
+        threshold = 1.0
+        if mode == 5:
+            word = _random_word(np.uint64(index), seed) >> np.uint64(32 - random_bits)
+            # rest, cut to its first bits, plus the random ones reaches 1
+            threshold = 1.0 - np.float64(word) / 2.0**random_bits
+        exponent = max((_bits_of_double(magnitude) >> 52) - 1023, grid.emin)
+        step_exponent = exponent - grid.fraction_bits
+        steps = magnitude * _double_of((1023 - step_exponent) << 52)
+        whole = np.floor(steps)
+        rest = steps - whole
+        if _steps_up(mode, rest, whole % 2.0 == 1.0, is_negative, threshold):
+            whole += 1.0
+        found = whole * _double_of((1023 + step_exponent) << 52)
+        if found > limit:
+            leaves_range = _steps_up(mode, 1.0, True, is_negative, threshold)
+            found = grid.beyond if leaves_range and grid.beyond != grid.largest else limit
+    signed = -found if is_negative else found
+    if signed == 0.0 and not grid.has_negative_zero:
+        signed = 0.0
+    return np.float32(signed)
+
+
 @njit(nogil=True, error_model="numpy", cache=True)
 def round_modes(x: Any, out: Any, first: Any, last: Any, grid: Any, mode: Any, seed: Any, random_bits: Any) -> None:
     """``out[first : last] = round(x[…])``, fp32 arrays."""
-    scale = 2.0**random_bits
     for i in range(first, last):
-        value = np.float64(x[i])
-        magnitude = abs(value)
-        is_negative = np.signbit(value)
-        if np.isnan(value):
-            out[i] = np.float32(grid.nan) if grid.replaces_nan else x[i]
-            continue
-        limit = -grid.smallest if is_negative else grid.largest
-        if magnitude == np.inf:
-            found = limit if grid.infinite == grid.largest else grid.infinite
-        else:
-            threshold = 1.0
-            if mode == 5:
-                word = _random_word(np.uint64(i), seed) >> np.uint64(32 - random_bits)
-                # rest, cut to its first bits, plus the random ones reaches 1
-                threshold = 1.0 - np.float64(word) / scale
-            exponent = max((_bits_of_double(magnitude) >> 52) - 1023, grid.emin)
-            step_exponent = exponent - grid.fraction_bits
-            steps = magnitude * _double_of((1023 - step_exponent) << 52)
-            whole = np.floor(steps)
-            rest = steps - whole
-            if _steps_up(mode, rest, whole % 2.0 == 1.0, is_negative, threshold):
-                whole += 1.0
-            found = whole * _double_of((1023 + step_exponent) << 52)
-            if found > limit:
-                leaves_range = _steps_up(mode, 1.0, True, is_negative, threshold)
-                found = grid.beyond if leaves_range and grid.beyond != grid.largest else limit
-        signed = -found if is_negative else found
-        if signed == 0.0 and not grid.has_negative_zero:
-            signed = 0.0
-        out[i] = np.float32(signed)
+        out[i] = _round_one(x[i], i, grid, mode, seed, random_bits)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
@@ -160,3 +164,47 @@ def round_modes_parallel(
 ) -> None:
     """`round_modes` of a whole array on several threads."""
     in_team(round_modes, (x, out), count, (grid, mode, seed, random_bits), team)
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def scale_modes(
+    x: Any,
+    out: Any,
+    scales: Any,
+    first_row: Any,
+    last_row: Any,
+    columns: Any,
+    size: Any,
+    rows: Any,
+    grid: Any,
+    mode: Any,
+    seed: Any,
+    random_bits: Any,
+) -> None:
+    """Codes of rows under scales that are known, ``scales[row // rows, column // size]``: fp32 arrays."""
+    for row in range(first_row, last_row):
+        for group in range((columns + size - 1) // size):
+            scale = scales[row // rows, group]
+            divisor = scale if scale != np.float32(0.0) else np.float32(np.inf)
+            start = row * columns + group * size
+            for i in range(start, min(start + size, (row + 1) * columns)):
+                out[i] = _round_one(np.float32(x[i] / divisor), i, grid, mode, seed, random_bits)
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def scale_modes_parallel(
+    x: Any,
+    out: Any,
+    scales: Any,
+    count: Any,
+    columns: Any,
+    size: Any,
+    rows: Any,
+    grid: Any,
+    mode: Any,
+    seed: Any,
+    random_bits: Any,
+    team: Any,
+) -> None:
+    """`scale_modes` on several threads."""
+    in_team(scale_modes, (x, out, scales), count, (columns, size, rows, grid, mode, seed, random_bits), team)

@@ -170,6 +170,8 @@ def _quantize_lanes(
     gives_bytes = out_type.dtype == types.uint8
     take = load if gives_bytes or x_type.dtype == out_type.dtype else load_in_order
     values = take(context, builder, x_type, args[0], args[1], width)
+    if out_type.dtype == types.uint16 and x_type.dtype != types.uint16 and width > 1:
+        values = _shuffled(builder, values, _split_order(width))
     scale, inverse, multiplier = (scales(position, values.type) for position in (3, 4, 5))
     quotient = _divide(builder, values, scale, inverse, method)
     if gives_bytes:
@@ -262,7 +264,8 @@ def scaled_blocks(
     """`scaled_block` of 64 numbers in groups of `size` (8, 16, 32), whose scales start at ``scale[first]``."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        is_split = signature.args[0].dtype == types.uint16 and signature.args[2].dtype != types.float32
+        x_type, out_type = signature.args[0].dtype, signature.args[2].dtype
+        is_split = out_type == types.uint16 or (x_type == types.uint16 and out_type != types.float32)
 
         def scales(position: int, like: Any) -> Any:
             array_type, array = signature.args[position], args[position]
