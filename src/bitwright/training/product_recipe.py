@@ -93,6 +93,11 @@ class OperandRule:
                 f"a delayed scale of {self.scheme}; scales of earlier steps are one a tensor, by rule 'amax': make the "
                 "granularity TENSOR, or leave out the delay"
             )
+        if self.delay is not None and self.is_stochastic:
+            raise SchemeError(
+                f"a delayed scale with {self.rounding} rounding; codes under scales of earlier steps are rounded to "
+                "nearest even: leave out the delay"
+            )
         if self.rotation < 0 or self.rotation.bit_count() > 1 or self.rotation == 1:
             raise SchemeError(
                 f"a rotation of {self.rotation} numbers; Hadamard matrices here have 2, 4, 8, 16 … rows, and 0 is none"
