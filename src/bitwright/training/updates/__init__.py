@@ -1,0 +1,1 @@
+"""Rules of storing an update, one file each; each module defines UPDATES."""
