@@ -20,12 +20,15 @@ from bitwright.hardware.device_catalog import devices
 _CPUINFO = Path("/proc/cpuinfo")
 
 
-def detect() -> tuple[Device, str]:
+def detect(*, with_gpu: bool = True) -> tuple[Device, str]:
     """Return the device that this machine is, and the reason in one sentence.
 
     Looks for a GPU only where torch is installed; imports torch when called.
+
+    Args:
+        with_gpu: False asks about the processor, whatever GPU there is.
     """
-    return match(runtime_name=_runtime_name(), cpu_flags=_cpu_flags())
+    return match(runtime_name=_runtime_name() if with_gpu else None, cpu_flags=_cpu_flags())
 
 
 def match(*, runtime_name: str | None, cpu_flags: Collection[str]) -> tuple[Device, str]:

@@ -16,14 +16,55 @@ from typing import TYPE_CHECKING
 from bitwright.lazy_page import open_lazily
 
 if TYPE_CHECKING:
+    from bitwright.training.choose import Chosen, choose_policy, why_not
+    from bitwright.training.forward_region import forward_region
+    from bitwright.training.held_parameters import cast_parameters
+    from bitwright.training.loss_scale import LossScaler, LossScaleRule
+    from bitwright.training.operation_table import operation_table
     from bitwright.training.policy import POLICIES, Policy, policy_named
+    from bitwright.training.prepare import find_policy, prepare
+    from bitwright.training.run import RunCounters, TrainingRun
+    from bitwright.training.step import StepResult
+    from bitwright.training.update import UPDATES
 
 _HOMES = {
+    "Chosen": "bitwright.training.choose",
+    "LossScaleRule": "bitwright.training.loss_scale",
+    "LossScaler": "bitwright.training.loss_scale",
     "POLICIES": "bitwright.training.policy",
     "Policy": "bitwright.training.policy",
+    "RunCounters": "bitwright.training.run",
+    "StepResult": "bitwright.training.step",
+    "TrainingRun": "bitwright.training.run",
+    "UPDATES": "bitwright.training.update",
+    "cast_parameters": "bitwright.training.held_parameters",
+    "choose_policy": "bitwright.training.choose",
+    "find_policy": "bitwright.training.prepare",
+    "forward_region": "bitwright.training.forward_region",
+    "operation_table": "bitwright.training.operation_table",
     "policy_named": "bitwright.training.policy",
+    "prepare": "bitwright.training.prepare",
+    "why_not": "bitwright.training.choose",
 }
 
-__all__ = ["POLICIES", "Policy", "policy_named"]
+__all__ = [
+    "POLICIES",
+    "UPDATES",
+    "Chosen",
+    "LossScaleRule",
+    "LossScaler",
+    "Policy",
+    "RunCounters",
+    "StepResult",
+    "TrainingRun",
+    "cast_parameters",
+    "choose_policy",
+    "find_policy",
+    "forward_region",
+    "operation_table",
+    "policy_named",
+    "prepare",
+    "why_not",
+]
 
 open_lazily(__name__, _HOMES)

@@ -1,0 +1,269 @@
+"""The door: a model and its optimizer, made ready to train under a policy.
+
+    run = prepare(model, optimizer, policy="auto")
+    for batch in batches:
+        with run.step() as step:
+            step.backward(model(**batch).loss)
+
+Everything that can be refused is refused before anything is changed: the policy's name, what the device lacks, what
+parameters and optimizer are. Then, in this order: tables of positions that were cast are computed anew, parameters get
+their formats, gradients of narrow ones theirs, routers and rotary embeddings run in fp32, linear layers multiply codes
+where the policy says so. The model stays the object that it is, with the same names in its state_dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from bitwright import hardware
+from bitwright.errors import TrainingError
+from bitwright.hardware import Device
+from bitwright.plan.folder import PLAN_FILE
+from bitwright.plan.training_folder import load_training_plan
+from bitwright.training import named_islands
+from bitwright.training.choose import Chosen, choose_policy, device_at, raise_if_not_native, why_not
+from bitwright.training.forward_region import AUTOCAST_DTYPES
+from bitwright.training.gradient_storage import keep_gradients_fp32
+from bitwright.training.held_parameters import cast_parameters, raise_if_unfit, unheld_parameters
+from bitwright.training.policy import AUTO, Policy, policy_named
+from bitwright.training.policy_layers import Assignment, PolicyLayers, install_layers
+from bitwright.training.product_sites import product_sites
+from bitwright.training.ranks import Ranks, unwrapped
+from bitwright.training.run import Removable, RunSettings, Scheduler, TrainingRun
+from bitwright.training.stand_ins import Update
+from bitwright.training.step import StepResult
+from bitwright.training.tf32_layers import install_tf32
+from bitwright.training.update import UPDATES
+
+if TYPE_CHECKING:
+    from bitwright.training.training_plan import PlannedPolicy
+
+#: Skipped steps in a row that end a run, unless asked otherwise. A loss scale of 2³² is at its floor after 32.
+PATIENCE = 200
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    policy: str | Policy | Path = AUTO,
+    device: str | Device | None = None,
+    accumulate: int = 1,
+    max_grad_norm: float | None = None,
+    scheduler: Scheduler | None = None,
+    seed: int = 0,
+    emulate: bool | None = None,
+    patience: int = PATIENCE,
+    count_swallowed: bool = False,
+    count_lost: bool = False,
+    monitor: Callable[[StepResult], None] | None = None,
+) -> TrainingRun:
+    """Make a model ready to train under a policy.
+
+    Args:
+        model: on its device, its trained parameters in fp32 (bf16 under a bf16-pure policy); wrapped for many ranks or
+            not.
+        optimizer: made from the model's parameters. It is stepped by the run, never by the caller.
+        policy: a name of `bitwright train policies` or an alias; "auto": by what the device runs natively; a `Policy`;
+        a
+            folder with a training plan.
+        device: name of `bitwright hardware`, or its facts, where it is not to be recognised.
+        accumulate: micro-batches that make a step; the step's gradient is the mean of theirs.
+        max_grad_norm: gradients are clipped to this length; None: never.
+        scheduler: of the learning rate; the run steps it after every update, and not after a skipped step.
+        seed: of everything that a policy draws, in [0, 2^64).
+        emulate: True: round operands as formats would that the device lacks; False: never do so. None: only on a CPU.
+        patience: skipped steps in a row that end the run with an error.
+        count_swallowed: count updates that rounding swallows (`run.swallowed`); reads every parameter once more.
+        count_lost: count operands of low-precision products that rounding flushes or saturates
+            (`run.products.counters()`); reads every operand once more.
+        monitor: called with each step's result, while its (unscaled) gradients are still in `.grad`.
+
+    Returns:
+        The run: `step`, `last`, `counters`, `describe`, `state_dict`.
+
+    Raises:
+        UnknownName: no policy or device has that name.
+        TrainingError: the device cannot, or model and optimizer are not what the policy needs. Nothing has changed
+        then.
+    """
+    settings = RunSettings(
+        accumulate=accumulate,
+        max_grad_norm=max_grad_norm,
+        patience=patience,
+        seed=seed,
+        count_swallowed=count_swallowed,
+        count_lost=count_lost,
+        monitor=monitor,
+    )
+    place = _place_of(model)
+    facts, recognised = _facts(device, place)
+    asked = _asked(policy, facts)
+    notes = [f"device: {facts.name} ({recognised})", *_say_emulated(asked.policy, facts, emulate)]
+    raise_if_unfit(model, optimizer, asked.policy)
+    unheld = unheld_parameters(model, optimizer)
+    if unheld:
+        notes.append(
+            f"{len(unheld)} trained parameters are in no group of the optimizer and stay as they are, {unheld[0]} first"
+        )
+    with _undone_on_error() as changes:
+        notes += _cast(model, asked.policy)
+        inner = unwrapped(model)
+        if asked.policy.gradients == "fp32":
+            changes.append(keep_gradients_fp32(inner))
+        islands: tuple[named_islands.NamedIsland, ...] = ()
+        if asked.policy.compute in AUTOCAST_DTYPES:
+            installed = named_islands.install(inner)
+            islands = installed.islands
+            changes.append(installed)
+        elif asked.policy.compute not in ("fp32", *facts.matmul_tflops):
+            changes.append(install_tf32(inner))
+        ranks = Ranks.of_process_group()
+        products = _products(inner, asked, place, settings, ranks, bool(emulate))
+        changes += [products] if products else []
+        update = Update(
+            optimizer, UPDATES[asked.policy.update], moments=asked.policy.moments, seed=seed, counts=count_swallowed
+        )
+    optimizer.zero_grad(set_to_none=True)
+    return TrainingRun(
+        model=model,
+        optimizer=optimizer,
+        policy=asked.policy,
+        reason=asked.reason,
+        notes=tuple(notes),
+        settings=settings,
+        scheduler=scheduler,
+        device_type=place.type,
+        ranks=ranks,
+        update=update,
+        products=products,
+        islands=islands,
+        changes=tuple(changes),
+    )
+
+
+def find_policy(policy: str | Policy | Path, place: torch.device) -> Chosen:
+    """Return the policy that `prepare` would take for a model that is there, and why.
+
+    Args:
+        policy: as `prepare` takes it.
+        place: where the model is, or will be.
+
+    Raises:
+        UnknownName: no policy has that name.
+    """
+    asked = _asked(policy, device_at(place)[0])
+    return Chosen(policy=asked.policy, reason=asked.reason)
+
+
+# --- what is refused before anything changes --------------------------------------------------------------------------
+
+
+def _place_of(model: nn.Module) -> torch.device:
+    places = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+    kinds = {place.type for place in places}
+    if len(kinds) > 1:
+        raise TrainingError(
+            f"the model's parameters are on {' and '.join(sorted(kinds))}; move all of them to one kind of device"
+        )
+    return min(places, key=lambda place: place.index or 0, default=torch.device("cpu"))
+
+
+def _facts(device: str | Device | None, place: torch.device) -> tuple[Device, str]:
+    if device is None:
+        return device_at(place)
+    if isinstance(device, Device):
+        return device, "as given"
+    return hardware.get(device), "as asked for"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """A policy, and, where a plan says so, the recipe of each product."""
+
+    policy: Policy
+    reason: str
+    planned: PlannedPolicy | None = None
+
+
+def _asked(policy: str | Policy | Path, facts: Device) -> _Asked:
+    if isinstance(policy, Policy):
+        return _Asked(policy=policy, reason="as given")
+    if policy == AUTO:
+        chosen = choose_policy(facts)
+        return _Asked(policy=chosen.policy, reason=chosen.reason)
+    if isinstance(policy, Path) or (Path(policy) / PLAN_FILE).is_file():
+        from bitwright.training.training_plan import policy_of_plan
+
+        planned = policy_of_plan(load_training_plan(policy))
+        return _Asked(policy=planned.policy, reason=f"the plan '{policy}': {planned.reason}", planned=planned)
+    return _Asked(policy=policy_named(policy), reason="as asked for")
+
+
+def _say_emulated(policy: Policy, facts: Device, emulate: bool | None) -> list[str]:
+    """Refuse a policy that the device does not run natively, or say that it is emulated."""
+    why = why_not(policy, facts)
+    if why is None:
+        return []
+    if emulate is False or (emulate is None and facts.kind != "cpu"):
+        raise_if_not_native(policy, facts)
+    return [f"emulated: {why}"]
+
+
+# --- what is changed --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _undone_on_error() -> Iterator[list[Removable]]:
+    """A list of changes to the model, which are taken back where the block fails."""
+    changes: list[Removable] = []
+    try:
+        yield changes
+    except BaseException:
+        for change in reversed(changes):
+            change.remove()
+        raise
+
+
+def _cast(model: nn.Module, policy: Policy) -> list[str]:
+    """Bring tables and parameters to their formats; what was done, in sentences."""
+    if policy.compute not in AUTOCAST_DTYPES:
+        return []
+    repaired = named_islands.repair_tables(unwrapped(model))
+    said = cast_parameters(model, policy)
+    tables = [f"tables of positions were in 16 bits, and are computed anew in fp32: {', '.join(repaired)}"]
+    return (tables if repaired else []) + ([said] if said else [])
+
+
+def _products(
+    inner: nn.Module, asked: _Asked, place: torch.device, settings: RunSettings, ranks: Ranks, emulate: bool
+) -> PolicyLayers | None:
+    """Let linear layers multiply codes; None under a policy without a recipe."""
+    if asked.planned is not None:
+        assignments: Sequence[Assignment] = asked.planned.by_recipe
+        high = asked.planned.high
+    elif asked.policy.products is not None:
+        sites = product_sites(inner, asked.policy)
+        assignments, high = ((asked.policy.products, sites.low),), sites.high
+    else:
+        return None
+    if not assignments:
+        return None
+    return install_layers(
+        inner,
+        assignments,
+        high,
+        place=place,
+        emulate=emulate,
+        seed=settings.seed,
+        rank=ranks.rank,
+        reduce_amax=ranks.max if ranks.world_size > 1 else None,
+        counts_lost=settings.count_lost,
+    )

@@ -1,0 +1,332 @@
+"""A model and its optimizer under a policy: what happens between the last backward pass of a step and the next step.
+
+    unscale      gradients are divided by the loss scale, in fp32
+    check        all finite, after the division? if not, nothing of the following happens, and the result says why
+    clip         to `max_grad_norm`
+    update       the optimizer, by the policy's update rule; then the scheduler
+    scale        the loss scale moves, skipped step or not; delayed scales of products roll on
+
+So a skipped step leaves parameters, moments, counters of the optimizer and the learning rate as they were. Where many
+processes share the model, they agree on skipping: one rank's NaN is everybody's.
+
+The one wait for the device in a step is for the gradients' norm, which says whether to skip; losses come with it. A run
+that has skipped `patience` steps in a row is over: it looks alive and learns nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bitwright.errors import TrainingError
+from bitwright.training import gradients
+from bitwright.training.describe import describe_run
+from bitwright.training.gradients import GradientCheck, Reduction
+from bitwright.training.loss_scale import LossScaler
+from bitwright.training.named_islands import NamedIsland
+from bitwright.training.policy import Policy
+from bitwright.training.policy_layers import PolicyLayers
+from bitwright.training.ranks import Ranks, unwrapped
+from bitwright.training.stand_ins import Update
+from bitwright.training.step import Step, StepResult, as_fp32
+from bitwright.training.swallowed import Swallowed
+
+_LOG = logging.getLogger(__name__)
+
+
+class Scheduler(Protocol):
+    """What moves the learning rate: any of torch's schedulers."""
+
+    def step(self) -> None:
+        """One update was made."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Stand there again."""
+
+
+class Removable(Protocol):
+    """Something that was changed about a model, and can be taken back."""
+
+    def remove(self) -> None:
+        """Take it back."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunCounters:
+    """Plain counts of a run; they grow."""
+
+    #: Optimizer steps that were due, skipped ones included.
+    steps: int = 0
+    #: Steps that changed the parameters.
+    updates: int = 0
+    skipped: int = 0
+    #: Skipped steps since the last update.
+    skipped_in_a_row: int = 0
+    micro_batches: int = 0
+    #: Steps whose gradient was clipped.
+    clipped: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSettings:
+    """What a run was asked for beside its policy."""
+
+    accumulate: int
+    max_grad_norm: float | None
+    #: Skipped steps in a row after which the run is over.
+    patience: int
+    seed: int
+    count_swallowed: bool = False
+    count_lost: bool = False
+    #: Called with each result while its gradients are still there; see `prepare`.
+    monitor: Callable[[StepResult], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise TrainingError(f"accumulate is {self.accumulate}; a step has at least one micro-batch: give 1 or more")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise TrainingError(
+                f"max_grad_norm is {self.max_grad_norm}; give a positive number, or None to clip nothing"
+            )
+        if self.patience < 1:
+            raise TrainingError(
+                f"patience is {self.patience}; give the number of skipped steps in a row that end a run"
+            )
+
+
+@dataclass(kw_only=True)
+class TrainingRun:
+    """A model under a policy; made by `prepare`. `step` is all that a loop needs."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    policy: Policy
+    #: Why it is this policy.
+    reason: str
+    #: What was decided on the way here, in sentences.
+    notes: tuple[str, ...]
+    settings: RunSettings
+    scheduler: Scheduler | None
+    device_type: str
+    ranks: Ranks
+    #: Steps the optimizer, and stores what it gives.
+    update: Update
+    #: Linear layers that multiply codes; None without them.
+    products: PolicyLayers | None
+    #: Modules that run in fp32 by what they are.
+    islands: tuple[NamedIsland, ...]
+    #: What `close` takes back.
+    changes: tuple[Removable, ...]
+    counters: RunCounters = field(default_factory=RunCounters)
+    #: Result of the last step that was due.
+    last: StepResult | None = None
+    scaler: LossScaler | None = None
+    _losses: list[Tensor] = field(default_factory=list)
+    _step: Step | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy.loss_scale is not None:
+            self.scaler = LossScaler(self.policy.loss_scale)
+        named = dict(unwrapped(self.model).named_parameters())
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        self._named = [(name, p) for name, p in named.items() if id(p) in held]
+        is_sharded = any(hasattr(p, "to_local") for _, p in self._named)
+        self._reduction = Reduction(sum=self.ranks.sum_of, max=self.ranks.max) if is_sharded else None
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> Step:
+        """Return the block of one optimizer step, or of a part of one."""
+        return Step(self)
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches that make a step."""
+        return self.settings.accumulate
+
+    @property
+    def pending(self) -> int:
+        """Micro-batches whose gradients are there, and wait for others of their step."""
+        return len(self._losses)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all micro-batches of a step have been differentiated."""
+        return self.pending >= self.accumulate
+
+    @property
+    def scale(self) -> float | None:
+        """What the next loss is multiplied by; None under policies without a loss scale."""
+        return None if self.scaler is None else self.scaler.scale
+
+    def _open(self, step: Step) -> None:
+        if self._step is not None:
+            raise TrainingError("a step was opened inside another one; end the first block before the second begins")
+        self._step = step
+
+    def _close(self) -> None:
+        self._step = None
+
+    def _announce_micro_batch(self) -> None:
+        """Before a forward pass: only the last micro-batch of a step exchanges gradients between ranks."""
+        if self.ranks.world_size > 1 and self.accumulate > 1:
+            from bitwright.training.distributed import exchange_gradients
+
+            exchange_gradients(self.model, self.pending + 1 >= self.accumulate)
+
+    def _differentiate(self, loss: Tensor) -> None:
+        self._losses.append(loss.detach())
+        loss = as_fp32(loss)
+        if self.accumulate > 1:
+            loss = loss / self.accumulate
+        if self.scaler is not None:
+            loss = loss * self.scaler.scale
+        torch.autograd.backward(loss)
+        self.counters.micro_batches += 1
+
+    def _drop(self) -> None:
+        """Forget the gradients that are there."""
+        self._losses.clear()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    # --- the end of a step ------------------------------------------------------------------------------------------
+
+    def _finish(self) -> StepResult:
+        scale = self.scale
+        check = gradients.unscale_and_check(self._named, scale or 1.0, reduction=self._reduction)
+        losses = torch.stack([loss.reshape(()) for loss in self._losses]).tolist()
+        skipped = self._why_skip(check, losses)
+        if skipped is None:
+            self._update(check)
+        result = StepResult(
+            loss=math.fsum(losses) / len(losses),
+            grad_norm=check.norm,
+            skipped=self._scaled(skipped),
+            scale=scale,
+            level=self.policy.level,
+            index=self.counters.steps,
+        )
+        self.last = result
+        self._count(result)
+        if self.settings.monitor is not None:
+            self.settings.monitor(result)
+        self._drop()
+        self._raise_if_hopeless()
+        return result
+
+    def _why_skip(self, check: GradientCheck, losses: list[float]) -> str | None:
+        """Why the step may not be taken: the loss of a micro-batch that is not finite, else the gradients."""
+        bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+        if self.ranks.any(bad is not None, self._device):
+            if bad is None:
+                return "a loss on another rank is not finite"
+            return f"the loss of micro-batch {bad + 1} of {len(losses)} is {losses[bad]}"
+        return check.reason
+
+    def _update(self, check: GradientCheck) -> None:
+        if self.settings.max_grad_norm is not None:
+            factor = gradients.clip(self._named, self.settings.max_grad_norm, check)
+            self.counters.clipped += factor < 1.0
+        self.update.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def _scaled(self, skipped: str | None) -> str | None:
+        """Let scales take note of the step; returns why it was skipped, and what that did to the loss scale."""
+        if self.products is not None:
+            self.products.end_step()
+        if self.scaler is None:
+            return skipped
+        change = self.scaler.update(skipped is not None)
+        return None if skipped is None else f"{skipped}; {change.reason}"
+
+    def _count(self, result: StepResult) -> None:
+        counters = self.counters
+        counters.steps += 1
+        if result.skipped is None:
+            counters.updates += 1
+            counters.skipped_in_a_row = 0
+            return
+        counters.skipped += 1
+        counters.skipped_in_a_row += 1
+        _LOG.warning("step %d was skipped: %s", result.index, result.skipped)
+
+    def _raise_if_hopeless(self) -> None:
+        in_a_row = self.counters.skipped_in_a_row
+        if in_a_row >= self.settings.patience and self.last is not None:
+            raise TrainingError(
+                f"{in_a_row} steps in a row were skipped, so nothing is learned; the last one because "
+                f"{self.last.skipped}; look at the data of that step, or lower the learning rate and go on from the "
+                "last checkpoint"
+            )
+
+    @property
+    def _device(self) -> torch.device:
+        return self._named[0][1].device
+
+    # --- what it is, and what is kept of it -------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """Return what runs where, and why, as lines of text."""
+        return "\n".join(describe_run(self))
+
+    @property
+    def swallowed(self) -> dict[str, Swallowed]:
+        """Updates, decay and moments that rounding swallowed so far; empty unless `prepare` was asked to count."""
+        return self.update.swallowed
+
+    def close(self) -> None:
+        """Give the model its own forward passes back; parameters keep their values and their dtype."""
+        self.update.close()
+        for change in self.changes:
+            change.remove()
+        self.changes = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on beside model and optimizer.
+
+        Raises:
+            TrainingError: some micro-batches of a step are done and others are not.
+        """
+        if self.pending:
+            raise TrainingError(
+                f"{self.pending} of {self.accumulate} micro-batches of a step are done, and their gradients are part "
+                "of no checkpoint; save when run.pending is 0"
+            )
+        return {"counters": asdict(self.counters), **{name: part.state_dict() for name, part in self._parts()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where a `state_dict` left off.
+
+        Raises:
+            TrainingError: a part is missing, or one is there that this policy has not. Nothing has changed then.
+        """
+        parts = dict(self._parts())
+        differing = sorted({*parts, "counters"} ^ set(state))
+        if differing:
+            raise TrainingError(
+                f"the state is of another policy or run: {', '.join(differing)} is on one side only; prepare the run "
+                "with the policy and the scheduler that it was saved with"
+            )
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        self.counters = RunCounters(**state["counters"])
+        self._drop()
+
+    def _parts(self) -> Iterator[tuple[str, Any]]:
+        named = {
+            "loss_scale": self.scaler,
+            "products": self.products,
+            "update": self.update,
+            "scheduler": self.scheduler,
+        }
+        return ((name, part) for name, part in named.items() if part is not None)
