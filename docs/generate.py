@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the pages of this folder, also
 
 import measured
 import measured_running
+import measured_training
 from measured import markdown_table
 
 from bitwright import formats, hardware
@@ -494,6 +495,17 @@ def kernels_table() -> str:
     return markdown_table(("mode", "kernel", "what it is"), rows)
 
 
+def memory_of_training() -> str:
+    """What a step takes on each GPU, for two models."""
+    return "\n\n".join(terminal("memory", *asked) for asked in _MEMORY_OF_TRAINING)
+
+
+#: What the page on training asks `bitwright memory` for.
+_MEMORY_OF_TRAINING = (
+    ("llama-7b", "--policy", "bf16-mixed", "--gpus", "8", "--zero", "3"),
+    ("llama-65b", "--policy", "fp8-hybrid", "--gpus", "64", "--zero", "3"),
+)
+
 #: Name of a table in a page → what makes it.
 TABLES: dict[str, Callable[[], str]] = {
     "targets": targets_table,
@@ -507,6 +519,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "fp8": measured_running.fp8_table,
     "break-even": measured_running.break_even_table,
     "padding": measured_running.padding_table,
+    "policies of training": measured_training.policies_table,
+    "policies of devices": measured_training.native_policies_table,
+    "three am": measured_training.three_am_table,
+    "swallowed updates": measured_training.swallowed_table,
+    "small steps": measured_training.small_steps_table,
+    "parity": measured_training.parity_table,
+    "choice of policies": measured_training.choice_table,
+    "cost of policies": measured_training.cost_table,
+    "memory of training": memory_of_training,
     "gpu": measured.gpu_sentence,
     "vLLM": measured.vllm_table,
     "llama.cpp": measured.llama_cpp_table,
@@ -523,6 +544,7 @@ def with_tables(name: str) -> str:
     return _TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
 
 
+_PAGES_WITH_TABLES = ("running.md", "training.md", "exporting.md", "importing.md", "compared.md")
 #: File of docs/ → what makes it.
 PAGES = {
     "formats.md": formats_page,
@@ -531,7 +553,7 @@ PAGES = {
     "hardware.md": hardware_page,
     "engines.md": engines_page,
     "commands.md": commands_page,
-    **{name: partial(with_tables, name) for name in ("running.md", "exporting.md", "importing.md", "compared.md")},
+    **{name: partial(with_tables, name) for name in _PAGES_WITH_TABLES},
 }
 
 

@@ -44,10 +44,10 @@ POLICIES = (
     "fp32", "tf32", UNGUARDED, "fp16-mixed", "bf16-mixed", "bf16-pure", "bf16-pure-sr", "fp8-hybrid", "fp8-block",
     "mxfp8", "nvfp4",
 )  # fmt: skip
-_SMALL = Setup(model="gpt2", steps=120, layers=3, width=64, validation=64)
+_SMALL = Setup(model="gpt2", steps=100, layers=2, width=64, length=32, validation=128)
 SETUPS = {
     "gpt2": _SMALL,
-    "gpt2, outlier": dataclasses.replace(_SMALL, outlier_steps=(40, 66, 93)),
+    "gpt2, outlier": dataclasses.replace(_SMALL, outlier_steps=(34, 56, 78)),
     "llama": dataclasses.replace(_SMALL, model="llama"),
     "llama, hot": dataclasses.replace(_SMALL, model="llama", learning_rate=1e-2, warm_up=1),
 }

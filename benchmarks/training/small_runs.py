@@ -101,13 +101,14 @@ def build(setup: Setup, seed: int) -> nn.Module:
 def _gpt2(setup: Setup) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(
+    model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=_VOCABULARY,
             n_positions=setup.length,
             n_embd=setup.width,
             n_layer=setup.layers,
             n_head=setup.width // 32,
+            activation_function="gelu",
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
@@ -115,9 +116,10 @@ def _gpt2(setup: Setup) -> nn.Module:
             eos_token_id=0,
             tie_word_embeddings=False,
             use_cache=False,
-            loss_type="ForCausalLM",
         )
     )
+    model.loss_type = "ForCausalLM"  # which its name does not say
+    return model
 
 
 def _llama(setup: Setup) -> nn.Module:
@@ -136,7 +138,6 @@ def _llama(setup: Setup) -> nn.Module:
             eos_token_id=0,
             tie_word_embeddings=False,
             use_cache=False,
-            loss_type="ForCausalLM",
         )
     )
 
@@ -298,7 +299,7 @@ def _plain(
         scheduler.step()
         optimizer.zero_grad(set_to_none=True)
         number += 1
-        return float(loss)
+        return float(loss.detach())
 
     return take_step
 
