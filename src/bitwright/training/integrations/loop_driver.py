@@ -1,0 +1,59 @@
+"""A run whose loop belongs to somebody else: forward here, backward there, the update when they say so.
+
+    with driver.forward(): loss = …          as often as a step has micro-batches
+    driver.backward(loss, is_last=…)
+    driver.finish()                          after the last one: check, clip, update or skip
+
+The library divides the loss by its number of micro-batches itself (some count tokens, and the last step of an epoch may
+have fewer), so gradients are only added up here, and the run sees a step of one.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+from bitwright.training.forward_region import forward_region, step_region
+from bitwright.training.run import TrainingRun
+from bitwright.training.step import Step, StepResult, as_fp32
+
+
+class LoopDriver:
+    """Lets a library's loop drive a run.
+
+    Args:
+        run: prepared with `accumulate=1`.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        assert run.accumulate == 1
+        self.run = run
+        self._step: Step | None = None
+
+    def forward(self) -> AbstractContextManager[object]:
+        """The region of a forward pass, of training or evaluation."""
+        return forward_region(self.run.policy.compute, self.run.device_type)
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add up the gradients of one micro-batch.
+
+        Args:
+            loss: divided by the number of micro-batches already.
+            is_last: whether the update comes next.
+        """
+        if is_last:
+            self._step = self.run.step()
+            self._step.__enter__()
+            self._step.backward(loss)
+            return
+        with step_region(self.run.policy.compute, self.run.device_type):
+            (as_fp32(loss) * (1.0 if self.run.scale is None else self.run.scale)).backward()
+
+    def finish(self) -> StepResult | None:
+        """End the step that `backward` completed; None: there was none."""
+        step, self._step = self._step, None
+        if step is None:
+            return None
+        step.__exit__(None, None, None)
+        return step.result

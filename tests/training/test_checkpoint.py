@@ -1,0 +1,207 @@
+"""Going on from a checkpoint is not having stopped, bit for bit, under every policy; another run is told apart."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from tests.training.training_runs import new_run, random_rows, take_steps
+
+from bitwright.errors import DataError, TrainingError
+from bitwright.training import checkpoint_files
+from bitwright.training.batches import Batches
+from bitwright.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from bitwright.training.policy import POLICIES
+from bitwright.training.ranks import Ranks
+from bitwright.training.state_tree import split_state
+
+
+def bits(state: Any) -> tuple[Any, dict[str, bytes]]:
+    """A state as plain values and bytes, so that NaNs and zeros of either sign are told apart."""
+    tree, tensors = split_state(state)
+    return tree, {name: value.reshape(-1).view(torch.uint8).numpy().tobytes() for name, value in tensors.items()}
+
+
+def everything(run: Any, batches: Batches) -> list[Any]:
+    return [
+        bits(run.model.state_dict()),
+        bits(run.optimizer.state_dict()),
+        bits(run.state_dict()),
+        batches.state_dict(),
+        torch.get_rng_state().tolist(),
+    ]
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_resuming_is_not_having_stopped(policy: str, make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    torch.manual_seed(11)
+    run, batches = new_run(make_tiny_model, policy, accumulate=2), Batches(random_rows(), batch=2)
+    take_steps(run, batches, 3)
+    save_checkpoint(tmp_path / "saved", run, step=3, data=batches)
+    expected = take_steps(run, batches, 3), everything(run, batches)
+
+    torch.manual_seed(99)
+    again, data = new_run(make_tiny_model, policy, seed=5, accumulate=2), Batches(random_rows(), batch=2)
+    take_steps(again, data, 1)  # what it holds is overwritten
+    resumed = load_checkpoint(tmp_path / "saved", again, data=data)
+    assert resumed.step == 3
+    assert (take_steps(again, data, 3), everything(again, data)) == expected
+
+
+def test_loss_scale_and_skipped_steps_come_back(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run, batches = new_run(make_tiny_model, "fp16-mixed"), Batches(random_rows(), batch=2)
+    with run.step() as step:
+        step.backward(run.model(**next(batches)).loss * torch.inf)
+    assert run.counters.skipped == 1
+    scale = run.scale
+    save_checkpoint(tmp_path / "saved", run, step=1, data=batches)
+    again = new_run(make_tiny_model, "fp16-mixed")
+    assert again.scale != scale
+    load_checkpoint(tmp_path / "saved", again, data=Batches(random_rows(), batch=2))
+    assert (again.scale, again.counters.skipped) == (scale, 1)
+
+
+def test_every_generator_comes_back(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run = new_run(make_tiny_model, "fp32")
+    np.random.normal()  # half of a pair: the other half is state too
+    save_checkpoint(tmp_path / "saved", run, step=0, extra={"note": "kept"})
+    expected = torch.rand(3).tolist(), np.random.normal(size=3).tolist(), random.random()
+    assert load_checkpoint(tmp_path / "saved", run).extra == {"note": "kept"}
+    assert (torch.rand(3).tolist(), np.random.normal(size=3).tolist(), random.random()) == expected
+
+
+def test_weights_are_a_plain_file(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run = new_run(make_tiny_model, "bf16-mixed")
+    save_checkpoint(tmp_path / "saved", run, step=0)
+    found = safetensors.torch.load_file(tmp_path / "saved" / "model.safetensors")
+    assert {name: tuple(value.shape) for name, value in found.items()} == {
+        name: tuple(value.shape) for name, value in run.model.state_dict().items()
+    }
+    assert not [path for path in tmp_path.rglob("*") if path.suffix not in (".json", ".safetensors", "")]
+
+
+def test_another_policy_is_told_field_by_field(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run = new_run(make_tiny_model, "bf16-mixed")
+    save_checkpoint(tmp_path / "saved", run, step=0)
+    other = new_run(make_tiny_model, "fp16-mixed")
+    before = bits(other.model.state_dict())
+    with pytest.raises(TrainingError) as caught:
+        load_checkpoint(tmp_path / "saved", other)
+    message = str(caught.value)
+    assert "saved under policy 'bf16-mixed', and this run's is 'fp16-mixed'" in message
+    assert "compute was bf16, is fp16" in message
+    assert "loss_scale was None, is {'initial': 65536.0" in message
+    assert "description" not in message
+    assert "prepare the run with policy 'bf16-mixed'" in message
+    assert bits(other.model.state_dict()) == before
+
+
+def test_another_model_optimizer_and_data_are_told(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run, batches = new_run(make_tiny_model, "fp32"), Batches(random_rows(), batch=2)
+    save_checkpoint(tmp_path / "saved", run, step=0, data=batches)
+    other = new_run(make_tiny_model, "fp32")
+    other.model.lm_head.weight = torch.nn.Parameter(torch.zeros(4, 64))
+    with pytest.raises(
+        TrainingError, match=r"another model: the shape of 'lm_head.weight' was \[260, 64\] and is \[4, 64"
+    ):
+        load_checkpoint(tmp_path / "saved", other)
+    fewer = new_run(make_tiny_model, "fp32")
+    fewer.optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(
+        TrainingError, match=r"an optimizer with \[21\] parameters in its groups, and this run's has \[20"
+    ):
+        load_checkpoint(tmp_path / "saved", fewer)
+    with pytest.raises(DataError, match="num_rows is 25, not 24"):
+        load_checkpoint(tmp_path / "saved", run, data=Batches(random_rows(25), batch=2))
+    save_checkpoint(tmp_path / "bare", run, step=0)
+    with pytest.raises(TrainingError, match="saved without a position in its data"):
+        load_checkpoint(tmp_path / "bare", run, data=batches)
+
+
+def test_another_number_of_processes_is_told(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run = new_run(make_tiny_model, "fp32")
+    saved = save_checkpoint(tmp_path / "saved", run, step=7)
+    facts = json.loads((saved / "checkpoint.json").read_text())
+    (saved / "checkpoint.json").write_text(json.dumps(facts | {"world_size": 4}))
+    with pytest.raises(TrainingError, match=r"saved by 4 processes, and there are 1 now; start 4 \(torchrun"):
+        load_checkpoint(saved, run)
+    resumed = load_checkpoint(saved, run, allow_other_world_size=True)
+    assert resumed.step == 7
+    assert "saved by 4 processes, gone on by 1" in resumed.notes[0]
+    (saved / "checkpoint.json").write_text(json.dumps(facts | {"world_size": 4, "is_sharded": True}))
+    with pytest.raises(TrainingError, match="each file holds one process's pieces of the model; start 4 of them"):
+        load_checkpoint(saved, run, allow_other_world_size=True)
+
+
+def test_a_step_in_progress_is_not_saved(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run, batches = new_run(make_tiny_model, "fp32", accumulate=2), Batches(random_rows(), batch=2)
+    with run.step() as step:
+        step.backward(run.model(**next(batches)).loss)
+    with pytest.raises(TrainingError, match="1 of 2 micro-batches of a step are done"):
+        save_checkpoint(tmp_path / "saved", run, step=0)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_full_disk_leaves_the_older_checkpoint(
+    make_tiny_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(make_tiny_model, "fp32")
+    saved = save_checkpoint(tmp_path / "saved", run, step=1)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_files, "write_and_sync", full)
+    with pytest.raises(TrainingError, match="No space left on device; free some space; the one before it stands"):
+        save_checkpoint(saved, run, step=2)
+    assert load_checkpoint(saved, run).step == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_what_is_no_checkpoint_is_not_replaced(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(TrainingError, match="exists and is no checkpoint; choose another folder"):
+        save_checkpoint(tmp_path / "mine", new_run(make_tiny_model, "fp32"), step=0)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+def test_damage_is_told(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run = new_run(make_tiny_model, "fp32")
+    saved = save_checkpoint(tmp_path / "saved", run, step=1)
+    with pytest.raises(
+        TrainingError, match=r"no checkpoint at '.*elsewhere' .*give a folder that holds checkpoint.json"
+    ):
+        load_checkpoint(tmp_path / "elsewhere", run)
+    weights = saved / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1])
+    with pytest.raises(TrainingError, match=r"model.safetensors' has [\d,]+ bytes instead of [\d,]+, .*an earlier one"):
+        load_checkpoint(saved, run)
+    weights.unlink()
+    with pytest.raises(TrainingError, match=r"model.safetensors' is missing, so the checkpoint is damaged"):
+        load_checkpoint(saved, run)
+    weights.write_bytes(b"x" * len(content))
+    with pytest.raises(TrainingError, match="model' cannot be read"):
+        load_checkpoint(saved, run)
+    (saved / "checkpoint.json").write_text("{")
+    with pytest.raises(TrainingError, match=r"checkpoint.json' is damaged"):
+        load_checkpoint(saved, run)
+
+
+def test_the_latest_is_that_with_most_steps(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path) is None
+    run = new_run(make_tiny_model, "fp32")
+    for step in (9, 10, 2):
+        save_checkpoint(tmp_path / f"step-{step}", run, step=step, ranks=Ranks())
+    shutil.copytree(tmp_path / "step-10", tmp_path / ".step-11.tmp")
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-10"

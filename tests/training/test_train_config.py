@@ -1,0 +1,76 @@
+"""The configuration of a run: what is missing, unknown or impossible is named before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bitwright.errors import TrainingError
+from bitwright.training.config import parse_config, read_config
+
+LEAST = """
+model = "demo"
+out = "run"
+steps = 10
+[data]
+train = "docs"
+[optimizer]
+lr = 1e-4
+"""
+
+
+def changed(before: str, after: str) -> str:
+    assert before in LEAST
+    return LEAST.replace(before, after)
+
+
+def test_the_least_that_is_needed() -> None:
+    config = parse_config(LEAST, "a.toml")
+    assert (config.policy, config.batch, config.accumulate, config.max_grad_norm) == ("auto", 8, 1, 1.0)
+    assert config.optimizer.options == {"lr": 1e-4}
+    assert config.lora is None
+
+
+def test_options_of_the_optimizer_are_its_own() -> None:
+    config = parse_config(changed("lr = 1e-4", "lr = 1e-4\nbetas = [0.9, 0.95]\nname = 'adam'"), "a.toml")
+    assert config.optimizer.name == "adam"
+    assert config.optimizer.options == {"lr": 1e-4, "betas": [0.9, 0.95]}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (changed("steps = 10", "step = 10"), "'steps' is missing; add it; also wrong: 'step'"),
+        (changed("steps = 10", "steps = 10\nbach = 4"), "'bach' is unknown; did you mean 'batch'"),
+        (
+            changed("[data]", "[data]\nsequence_lenght = 4"),
+            "'data.sequence_lenght' is unknown; did you mean 'sequence_l",
+        ),
+        (changed("[data]", "[lora]\nranks = 4\n[data]"), "'lora.ranks' is unknown; did you mean 'rank'"),
+        (changed("steps = 10", "steps = 0"), "'steps' is 0 but should be greater than or equal to 1; correct it"),
+        (changed("steps = 10", "steps = 1.5"), "'steps' is 1.5 but should be a valid integer"),
+        (changed("lr = 1e-4", "lr = -1"), "'optimizer.lr' is -1 but should be greater than 0"),
+        (changed("lr = 1e-4", "lr = nan"), "'optimizer.lr' is nan but should be a finite number"),
+        (changed("[data]", "[schedule]\nwarmup_steps = 10\n[data]"), "warmup_steps is 10, and the whole run has 10"),
+        (changed('"docs"', '"docs"\nvalidation = "docs"'), "a loss on text that was trained on proves nothing"),
+        (changed("steps = 10", "steps ="), "is no TOML"),
+        (changed("steps = 10", "steps = 10\nparallel = 'zero'"), "'parallel' is 'zero' but should be 'ddp' or 'fsdp2'"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, message: str) -> None:
+    with pytest.raises(TrainingError) as caught:
+        parse_config(text, "a.toml")
+    assert message in str(caught.value)
+    assert "'a.toml'" in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"none\.toml' cannot be read \(No such file"):
+        read_config(tmp_path / "none.toml")
+
+
+def test_when_things_are_saved_decides_nothing() -> None:
+    often = parse_config(changed("[data]", "[checkpoint]\nevery_steps = 2\n[data]"), "a.toml")
+    assert often.decisive == parse_config(changed('out = "run"', 'out = "elsewhere"'), "b.toml").decisive
+    assert often.decisive != parse_config(changed("steps = 10", "steps = 11"), "c.toml").decisive
