@@ -1,0 +1,77 @@
+"""A training step to be timed: model, batch, layout, formats, and the machine it runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bitwright.hardware.device import Device
+from bitwright.hardware.model_shape import ModelShape
+from bitwright.parallel.efficiency import Efficiency
+from bitwright.parallel.layout import Layout
+from bitwright.parallel.network import Network, SlowerNetwork
+from bitwright.parallel.numerics import Numerics
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Software:
+    """What a training library does about a step; the defaults are what current ones do."""
+
+    #: fused: flash attention; stored: scores are written out.
+    attention: Literal["fused", "stored"] = "fused"
+    #: Share of the device's fused attention that the library's reaches: about 0.5 for FlashAttention-1 or Triton's.
+    attention_speed: float = 1.0
+    #: Times that elementwise work goes over memory, beside a compiled step's 1: about 2 where every operation is a
+    #: kernel of its own.
+    elementwise_passes: float = 1.3
+    #: Whether gradients are reduced while the last backward pass runs.
+    overlaps_gradients: bool = True
+    #: Whether parameters that ZeRO divides are gathered while products run.
+    overlaps_parameters: bool = True
+    #: Share of the smaller of product and collective that tensor parallelism hides (chunked or asynchronous TP).
+    hidden_tp_share: float = 0.0
+    #: Whether activations go on to the next stage while products run.
+    overlaps_pipeline: bool = True
+    #: Gradients that one collective reduces; 25 MiB in DDP, of 4 bytes each.
+    bucket_bytes: float = 25 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuning:
+    """What a calibration found: how many times longer than predicted work and collectives take, and what steps add."""
+
+    compute: float = 1.0
+    attention: float = 1.0
+    network: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A training step."""
+
+    shape: ModelShape
+    sequence: int
+    #: Sequences of a step, of all GPUs together.
+    global_batch: int
+    layout: Layout
+    numerics: Numerics
+    device: Device
+    efficiency: Efficiency
+    network: Network
+    software: Software = Software()
+    tuning: Tuning = Tuning()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one GPU runs at once."""
+        return self.layout.micro_batch * self.sequence // self.layout.cp
+
+    @property
+    def num_micro_batches(self) -> int:
+        """That one GPU runs one after the other."""
+        return self.layout.num_micro_batches(self.global_batch)
+
+    @property
+    def tuned_network(self) -> Network:
+        """The network, as slow as the calibration found it."""
+        return self.network if self.tuning.network == 1 else SlowerNetwork(network=self.network, times=self.tuning.network)
