@@ -10,7 +10,9 @@
     ├── BudgetError                 limits that contradict each other or themselves
     ├── HardwareError               a device file is missing a figure or has an impossible one
     ├── PlanError                   a plan folder is damaged, from a newer schema, or for another model
+    ├── CommsError                  a collective, a topology or a group of ranks that cannot be, or a peer that failed
     ├── TrainingError               a training run cannot be set up as asked, or cannot go on
+    ├── ParallelError               a layout that cannot be, a cluster file that lacks a link
     ├── ExportError                 an engine's checkpoint cannot express a plan, or cannot be written
     └── ReportError                 a report cannot be drawn or written
 
@@ -66,8 +68,16 @@ class PlanError(BitwrightError):
     """A plan folder is damaged, from a newer schema, or for another model."""
 
 
+class CommsError(BitwrightError):
+    """A collective, a topology or a group of ranks that cannot be, or a peer that failed."""
+
+
 class TrainingError(BitwrightError):
     """A training run cannot be set up as asked, or cannot go on."""
+
+
+class ParallelError(BitwrightError):
+    """A model, a batch or a cluster cannot be divided as asked."""
 
 
 class ExportError(BitwrightError):

@@ -1,0 +1,106 @@
+"""Times of collectives: the limits that links set, what NCCL was seen to choose, and published times."""
+
+from __future__ import annotations
+
+import pytest
+
+from bitwright.comms import algorithms, collective_time, topology
+from bitwright.comms.fit import Timed, calibrate, fit_curves
+from bitwright.comms.wire_bytes import BUS_FACTORS
+from bitwright.errors import CommsError, UnknownName
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("op", [op for op in BUS_FACTORS if op != "send_recv"])
+@pytest.mark.parametrize("cluster", ["h100x8", "h100x8x4", "a100x8x2", "mi300xx4", "a100-pairsx2x2", "gb200x72x2"])
+def test_more_bytes_take_longer_and_large_ones_no_less_than_the_links_allow(op: str, cluster: str) -> None:
+    ranks = topology(cluster)
+    times = [collective_time(op, size, ranks, launch="graph").time_s for size in (1024, MIB, 64 * MIB, 8 * GIB)]
+    assert times == sorted(times)
+    level, _, below = ranks.spanned[-1]
+    # A ring's bytes cross the outermost links; half of them with a tree of two or a switch that adds.
+    least = 8 * GIB * BUS_FACTORS[op](ranks.num_ranks) / below / (1e9 * level.one_way_gb_per_s)
+    assert times[-1] > 0.45 * least
+
+
+@pytest.mark.parametrize(
+    ("cluster", "num_bytes", "algorithm"),
+    [
+        # NCCL 2.27 on 8 H200, as its log said: ring with LL up to 1 MiB, NVLS from 2 MiB on.
+        ("h200x8", 64 << 10, "ring"),
+        ("h200x8", MIB, "ring"),
+        ("h200x8", 2 * MIB, "nvls"),
+        ("h200x8", 8 * GIB, "nvls"),
+        # nccl-tests by number of GPUs, 8 GiB.
+        ("h200x4", 8 * GIB, "ring"),
+        ("h200x6", 8 * GIB, "nvls"),
+        ("h200x7", 8 * GIB, "nvls"),
+        ("b200x4", 8 * GIB, "ring"),
+        ("b200x5", 8 * GIB, "ring"),
+        ("b200x7", 8 * GIB, "nvls"),
+    ],
+)
+def test_the_choice_is_what_nccl_was_seen_to_choose(cluster: str, num_bytes: int, algorithm: str) -> None:
+    cost = collective_time("all_reduce", num_bytes, topology(cluster))
+    assert cost.algorithm == algorithm
+    assert "NCCL" in cost.reason
+
+
+def test_two_levels_are_pipelined_rather_than_added() -> None:
+    # 4 GiB over 4 nodes of 8 B200 took 22.05 ms, between 16.1 ms (the slower level) and 26.3 ms (the sum).
+    assert 16.1e-3 < collective_time("all_reduce", 4 * GIB, topology("b200x8x4")).time_s < 26.3e-3
+
+
+def test_a_hundred_groups_beside_each_other_have_their_own_links() -> None:
+    cluster = topology("h100x8x16")
+    one_each = collective_time("all_reduce", 64 * MIB, cluster.group(16, stride=8))
+    whole = collective_time("all_reduce", 64 * MIB, cluster)
+    assert one_each.bound == whole.bound == "NDR InfiniBand"
+    assert one_each.time_s > 4 * whole.time_s  # one NIC a rank, against eight for the same bytes of a node
+
+
+def test_nothing_to_send_takes_no_time() -> None:
+    assert collective_time("all_reduce", GIB, topology("h100x1")).time_s == 0
+    assert collective_time("all_reduce", 0, topology("h100x8")).time_s == 0
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(UnknownName, match="all_reduce"):
+        collective_time("allreduce", MIB, topology("h100"))
+    with pytest.raises(CommsError, match=r"needs a switch that adds.*use one of ring, tree"):
+        collective_time("all_reduce", MIB, topology("a100"), "nvls")
+    with pytest.raises(CommsError, match="one level only"):
+        collective_time("all_reduce", MIB, topology("h100x8x2"), "one_shot")
+    with pytest.raises(CommsError, match="-1"):
+        collective_time("all_reduce", -1, topology("h100"))
+    assert algorithms("all_reduce", topology("h100x8x2")) == ("ring", "tree", "nvls_tree")
+
+
+def ring(num_bytes: int, time_s: float) -> Timed:
+    return Timed(op="all_reduce", num_bytes=num_bytes, time_s=time_s, algorithm="ring")
+
+
+def test_calibration_finds_factors_that_made_the_times() -> None:
+    truth = topology("a100x8").scaled(latency=2.0, ceiling=0.7, half_size=1.5)
+    rows = [
+        ring(size, collective_time("all_reduce", size, truth, "ring").time_s)
+        for size in (1024, 64 << 10, MIB, 16 * MIB, GIB)
+    ]
+    found = calibrate(topology("a100x8"), rows)
+    assert found.mean_absolute_error < 0.05
+
+
+def test_curves_of_an_unknown_machine_are_found_from_times_alone() -> None:
+    sizes = [1 << power for power in range(10, 28, 2)]
+    # 20 µs, 2.5 GB/s, half of it at 64 KiB.
+    rows = [ring(size, 20e-6 + 1.5 * size / 2.5e9 * (1 + (65536 / size) ** 0.5)) for size in sizes]
+    found = fit_curves(topology("a100x4"), rows)
+    curve = found.topology.levels[0].curves[0]
+    assert found.mean_absolute_error < 0.02
+    assert curve.ceiling_gb_per_s == pytest.approx(2.5, rel=0.05)
+    with pytest.raises(CommsError, match="2 sizes"):
+        fit_curves(topology("a100x4"), rows[:2])
+    with pytest.raises(CommsError, match="no measured time"):
+        calibrate(topology("a100x4"), [])
