@@ -18,7 +18,8 @@ from bitwright.parallel.network import TwoLevelNetwork
 _EAGER = Software(elementwise_passes=2.0)
 _FUSED = Software(elementwise_passes=1.3)
 _COMPILED = Software(elementwise_passes=1.0)
-_ASYNC = replace(_COMPILED, hidden_tp_share=0.6)
+#: Megatron with tp-comm-overlap.
+_OVERLAPPED = replace(_FUSED, hidden_tp_share=0.7)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +34,6 @@ class SourceFacts:
     #: Bits of a gradient on the wire and where it is summed.
     gradient_bits: float = 32.0
     is_sequence_parallel: bool = False
-    #: How a published rate counts operations; see `training.step_seconds`.
-    counts: str = "6N + 12Lhs"
     #: ZeRO stage where the row says nothing.
     zero: int = 0
 
@@ -47,13 +46,16 @@ SOURCES: dict[str, SourceFacts] = {
     "pt": SourceFacts(title="PyTorch", software=_COMPILED, link_gb_per_s=45.0, zero=3),
     "fms": SourceFacts(title="fms-fsdp", software=_COMPILED, link_gb_per_s=5.6, gradient_bits=16, zero=3),
     "ds": SourceFacts(
-        title="DeepSpeed", software=_EAGER, link_gb_per_s=22.0, gradient_bits=16, counts="96BsLh²", zero=3
+        title="DeepSpeed", software=_EAGER, link_gb_per_s=22.0, gradient_bits=16, zero=3
     ),
-    "mlm": SourceFacts(title="Megatron-LM", software=_FUSED, link_gb_per_s=22.0, counts="72BsLh²"),
+    "mlm": SourceFacts(title="Megatron-LM", software=_FUSED, link_gb_per_s=22.0),
+    "mlmh": SourceFacts(
+        title="Megatron-LM", software=_OVERLAPPED, link_gb_per_s=45.0, is_sequence_parallel=True, zero=1
+    ),
     "kor": SourceFacts(
         title="Megatron-LM, Korthikanti", software=replace(_FUSED, attention="stored"), link_gb_per_s=22.0
     ),
-    "mb": SourceFacts(title="Megatron-Bridge", software=_FUSED, link_gb_per_s=45.0, is_sequence_parallel=True, zero=1),
+    "mb": SourceFacts(title="Megatron-Bridge", software=_OVERLAPPED, link_gb_per_s=45.0, is_sequence_parallel=True, zero=1),
     "bloom": SourceFacts(
         title="BLOOM",
         software=Software(

@@ -41,6 +41,8 @@ _SCHEDULES = {"zbb": "zero-bubble", "zbv": "zero-bubble-v"}
 def find_job(row: dict[str, Any]) -> tuple[Job, str] | str:
     """Return a row's step and its group, or why it cannot be predicted."""
     prefix = row["id"].split("-")[0]
+    if prefix == "mlm" and row["device"].startswith("H100"):
+        prefix = "mlmh"
     facts, shape = SOURCES.get(prefix), shape_of(row)
     if facts is None:
         return "no layout that can be told from the row" if prefix != "pr" else "batch not given"
@@ -62,14 +64,14 @@ def find_job(row: dict[str, Any]) -> tuple[Job, str] | str:
     layout = find_layout(row, facts.zero, facts.is_sequence_parallel)
     if isinstance(layout, str):
         return layout
-    batch = row.get("global_batch") or layout.dp * layout.micro_batch
+    batch = row.get("global_batch") or layout.dp * row.get("micro_batch", 0)
     batch -= batch % (layout.dp * layout.micro_batch)
     if not batch:
         return "batch smaller than one micro-batch on every GPU"
     software = facts.software
     if row["parallel"].get("async_tp"):
         software = replace(software, hidden_tp_share=0.6)
-    if prefix == "mlm" and not row["device"].startswith("H100"):
+    if prefix == "mlm":
         software = replace(software, attention="stored")
     if row.get("compile") is False:
         software = replace(software, elementwise_passes=2.0)

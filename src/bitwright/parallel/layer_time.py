@@ -30,6 +30,9 @@ from bitwright.parallel.job import Job
 
 #: Bytes moved per score and bit of a score, where scores are stored: 13 and 20 bytes at 16 bits.
 _STORED_FORWARD, _STORED_BACKWARD = 13 / 16, 20 / 16
+#: Values read or written per token, expert visited and column of the model: sorted before and after each of the two
+#: exchanges, and summed.
+_ROUTED = 10
 #: A head that is no multiple of this wide cannot use 16-bit matrix units (cuBLAS's rule of 16 bytes).
 _ALIGNMENT = 8
 
@@ -205,7 +208,7 @@ def _elementwise(job: Job) -> float:
     visited = shape.experts_per_token
     cut = (3 if shape.is_gated else 2) * shape.intermediate_size * visited
     cut += 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    routed = 4 * shape.hidden_size * visited if shape.num_experts > 1 else 0
+    routed = _ROUTED * shape.hidden_size * visited if shape.num_experts > 1 else 0
     values = job.software.elementwise_passes * job.tokens * (whole + cut / layout.tp + routed)
     return move_time_s(job.device, job.efficiency, values * job.numerics.activation_bits / 8, launches=8)
 

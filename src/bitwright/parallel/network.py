@@ -92,10 +92,11 @@ class TwoLevelNetwork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowerNetwork:
-    """A network whose every time is multiplied, where a calibration found it so."""
+    """A network whose times are multiplied, those of groups within a node and across nodes apart."""
 
     network: Network
-    times: float
+    within: float
+    across: float
 
     @property
     def gpus_per_node(self) -> int:
@@ -104,4 +105,5 @@ class SlowerNetwork:
 
     def seconds(self, operation: Operation, num_bytes: float, *, ranks: int, stride: int = 1) -> float:
         """Return the network's time, multiplied."""
-        return self.times * self.network.seconds(operation, num_bytes, ranks=ranks, stride=stride)
+        times = self.within if ranks * stride <= self.gpus_per_node else self.across
+        return times * self.network.seconds(operation, num_bytes, ranks=ranks, stride=stride)
