@@ -53,20 +53,24 @@ def three_am_table() -> str:
         end = f"NaN from step {died} on" if died is not None else "alive"
         rows.append((policy, end, str(point.get("skipped", "–")), loss))
     table = markdown_table(("run", "end", "steps skipped:", "validation loss:"), rows)
-    shares = _shares_table(results["points"].get("bf16-mixed", {}).get("ranges", []))
-    return _filed(f"{table}\n\n{shares}", results, "three-am")
+    looked_at = results["points"].get("bf16-mixed")
+    shares = "" if looked_at is None else f"\n\n{_shares_table(looked_at['ranges'], looked_at['largest_outputs'])}"
+    return _filed(f"{table}{shares}", results, "three-am")
 
 
-def _shares_table(ranges: Sequence[Mapping[str, Any]]) -> str:
+def _shares_table(ranges: Sequence[Mapping[str, Any]], outputs: Sequence[float]) -> str:
+    """What formats would have flushed of gradients; then how far outputs of layers reached."""
     found = {(row["gradients_of"], row["format"], tuple(row["steps"])): row for row in ranges}
     periods = sorted({steps for _, _, steps in found})
     rows = []
     for kind, format in dict.fromkeys((kind, format) for kind, format, _ in found):
         own = [found[kind, format, period] for period in periods]
-        overflowed = max(row["overflowed"] for row in own)
-        rows.append((kind, format, *(_percent(row["flushed"]) for row in own), _percent(overflowed)))
+        subnormal, overflowed = (max(row[name] for row in own) for name in ("subnormal", "overflowed"))
+        shares = (_percent(row["flushed"]) for row in own)
+        rows.append((f"gradients of {kind}, {format}: flushed", *shares, _percent(subnormal), _percent(overflowed)))
+    rows.append(("largest output of a linear layer", *(f"{largest:,.0f}" for largest in outputs), "", ""))
     titles = (f"steps {first} to {last}:" for first, last in periods)
-    return markdown_table(("gradients of", "in", *titles, "overflowed, most:"), rows)
+    return markdown_table(("", *titles, "subnormal, most:", "overflowed, most:"), rows)
 
 
 def swallowed_table() -> str:

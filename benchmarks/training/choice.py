@@ -157,9 +157,7 @@ def main() -> None:
     arguments = arguments_of(__doc__)
     setups = {name: setup.quick() if arguments.quick else setup for name, setup in SETUPS.items()}
     settings = {name: dataclasses.asdict(setup) for name, setup in setups.items()}
-    points = Points("choice", "every policy on the same runs", settings, quick=arguments.quick)
-    if arguments.again:
-        points.points.clear()
+    points = Points("choice", "every policy on the same runs", settings, arguments)
     if not arguments.plot:
         for seed in range(1 if arguments.quick else SEEDS):
             for name, setup in setups.items():

@@ -196,9 +196,7 @@ def main() -> None:
     for name, (setup, per_pair, num_pairs) in SETUPS.items():
         setups[name] = (setup.quick(), 1, 3) if arguments.quick else (setup, per_pair, num_pairs)
     settings = {name: [dataclasses.asdict(setup), *rest] for name, (setup, *rest) in setups.items()}
-    points = Points("cost", "CPU seconds of training steps, in turn", settings, quick=arguments.quick)
-    if arguments.again:
-        points.points.clear()
+    points = Points("cost", "CPU seconds of training steps, in turn", settings, arguments)
     if not arguments.plot:
         for name, (setup, per_pair, num_pairs) in setups.items():
             for part in ("autocast", "noise", "fp8"):

@@ -10,7 +10,8 @@ and every format is held against it:
     fp8_e5m2, fp8_e4m3    largest magnitude of the tensor on the format's largest number
     fp8_e5m2, delayed     the same by the largest of all steps before this one
 
-The run that is looked at computes in bf16, which has fp32's range.
+The run that is looked at computes in bf16, which has fp32's range. Of the forward pass the largest output of a linear
+layer is kept, every step: what decides whether a run in fp16 meets an Inf.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class GradientRanges:
     def __init__(self) -> None:
         self._found: defaultdict[tuple[int, str, str], list[RangeShares]] = defaultdict(list)
         self._largest: dict[tuple[str, str], float] = {}
+        self._outputs: defaultdict[int, float] = defaultdict(float)
         self._step = 0
 
     def __call__(self, model: nn.Module) -> Look:
@@ -47,6 +49,7 @@ class GradientRanges:
             if getattr(module, "weight", None) is not None and module.weight.dim() == 2 and not _is_embedding(module)
         }
         for name, module in linear.items():
+            module.register_forward_hook(self._see_forward)
             module.register_full_backward_pre_hook(lambda _, gradients, name=name: self._see_output(name, gradients))
         weights = {name: module.weight for name, module in linear.items()}
 
@@ -57,6 +60,10 @@ class GradientRanges:
             self._step = step + 1
 
         return look
+
+    def _see_forward(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        period = self._step // PERIOD
+        self._outputs[period] = max(self._outputs[period], float(torch.linalg.vector_norm(output.detach(), torch.inf)))
 
     def _see_output(self, name: str, gradients: Any) -> None:
         self._see("outputs", name, gradients[0])
@@ -71,6 +78,11 @@ class GradientRanges:
         else:
             amax = float(torch.linalg.vector_norm(gradient.detach(), torch.inf))
         self._largest[kind, name] = max(before or 0.0, amax)
+
+    @property
+    def largest_outputs(self) -> list[float]:
+        """The largest magnitude that a linear layer gave in each 100 steps."""
+        return [self._outputs[period] for period in sorted(self._outputs)]
 
     def rows(self) -> list[dict[str, Any]]:
         """For every 100 steps, kind and format: the shares of all numbers other than zero."""

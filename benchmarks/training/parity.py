@@ -112,9 +112,7 @@ def main() -> None:
     arguments = arguments_of(__doc__)
     setups = {name: (setup.quick() if arguments.quick else setup, seeds) for name, (setup, seeds) in SETUPS.items()}
     settings = {name: dataclasses.asdict(setup) for name, (setup, _) in setups.items()}
-    points = Points("parity", "validation loss in fp32 after equal runs", settings, quick=arguments.quick)
-    if arguments.again:
-        points.points.clear()
+    points = Points("parity", "validation loss in fp32 after equal runs", settings, arguments)
     if not arguments.plot:
         for model, (setup, seeds) in setups.items():
             for seed in range(2 if arguments.quick else seeds):

@@ -4,7 +4,8 @@ A point is one run, or whatever else takes long enough to be lost. Its key says 
 under what all points were measured, and points under other settings are never mixed with new ones. A file is written
 beside its place and renamed, so half of one never exists.
 
-With `quick` the same is written to a folder for temporary files: it shows that a script runs, and says nothing.
+Results lie in benchmarks/results, or where `--out` says. Those of `--quick` lie in a folder for temporary files: they
+show that a script runs, and say nothing.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ class Points:
         name: of the file, `training-<name>.json`.
         what: one sentence on what was measured.
         settings: of all points, plain JSON.
-        quick: write to a temporary folder.
+        arguments: of the command line: where results go, and whether points are measured anew.
     """
 
-    def __init__(self, name: str, what: str, settings: Mapping[str, Any], *, quick: bool = False) -> None:
-        self.folder = QUICK_RESULTS if quick else RESULTS
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.path = self.folder / f"training-{name}.json"
+    def __init__(self, name: str, what: str, settings: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+        folder = arguments.out or (QUICK_RESULTS if arguments.quick else RESULTS)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"training-{name}.json"
         self._what = what
         self._settings: dict[str, Any] = json.loads(json.dumps(settings))
         found = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
@@ -46,6 +47,8 @@ class Points:
         self._machine: dict[str, Any] = found.get("machine", {})
         if self.points and found["settings"] != self._settings:
             print(f"{self.path.name}: its points were measured under other settings and are dropped", file=sys.stderr)
+            self.points = {}
+        if arguments.again:
             self.points = {}
 
     def measure(self, key: str, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
@@ -99,5 +102,6 @@ def arguments_of(text: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few steps of a few runs, filed in a temporary folder")
     parser.add_argument("--again", action="store_true", help="measure what is there already anew")
+    parser.add_argument("--out", type=Path, help="folder for the results, in place of benchmarks/results")
     parser.add_argument("--plot", action="store_true", help="only tables and the plot of what is there")
     return parser.parse_args()

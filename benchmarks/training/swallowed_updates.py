@@ -213,9 +213,7 @@ def main() -> None:
     setups = {name: setup.quick() if arguments.quick else setup for name, setup in SETUPS.items()}
     seeds, steps = (1, 200) if arguments.quick else (SEEDS, STEPS)
     settings = {"setups": {name: dataclasses.asdict(setup) for name, setup in setups.items()}, "small": steps}
-    points = Points("swallowed", "runs and small experiments with weights in bf16", settings, quick=arguments.quick)
-    if arguments.again:
-        points.points.clear()
+    points = Points("swallowed", "runs and small experiments with weights in bf16", settings, arguments)
     if not arguments.plot:
         for policy in POLICIES:
             points.measure(f"decay {policy}", lambda policy=policy: decay(policy, steps))

@@ -11,8 +11,9 @@ have them. The token comes into one sequence of a batch every 40 steps or so. Co
     fp8-hybrid        multiplies codes under scales; the rest as bf16-mixed
     fp32              for comparison
 
-and, on the bf16-mixed run, which share of its gradients each format would flush to zero or let overflow, per 100 steps
-(`gradient_ranges.py`). Results go to benchmarks/results/training-three-am.json, the plot to training-three-am.svg.
+and, on the bf16-mixed run, the largest outputs of layers, and which share of its gradients each format would flush to
+zero or let overflow, per 100 steps (`gradient_ranges.py`). Results go to benchmarks/results/training-three-am.json, the
+plot to training-three-am.svg.
 """
 
 from __future__ import annotations
@@ -39,31 +40,37 @@ def run(policy: str, setup: Setup) -> dict[str, Any]:
         return train(setup, policy, SEED)
     ranges = GradientRanges()
     found = train(setup, policy, SEED, watch=ranges)
-    return {**found, "ranges": ranges.rows()}
+    return {**found, "ranges": ranges.rows(), "largest_outputs": ranges.largest_outputs}
 
 
 def plot(points: Points) -> None:
-    """Curves, and shares of gradients that formats lose."""
-    figure, (left, right) = drawing.figure("three-am", 1, 2, (9.5, 3.8), width_ratios=(3, 2))
-    for policy in POLICIES:
+    """Curves, how far they lie from fp32's, and shares of gradients that formats lose."""
+    figure, (left, middle, right) = drawing.figure("three-am", 1, 3, (11, 3.6), width_ratios=(4, 3, 3))
+    reference = points.points["fp32"]["losses"]
+    for policy in reversed(POLICIES):
         found = points.points[policy]
+        colour = drawing.COLOURS[policy]
         steps, losses = drawing.smooth(found["losses"])
         label = policy if "skipped" not in found else f"{policy}: {found['skipped']} skipped"
-        left.plot(steps, losses, color=drawing.COLOURS[policy], label=label, linewidth=1.3)
+        left.plot(steps, losses, color=colour, label=label, linewidth=4 if policy == "fp32" else 1.2, alpha=0.7)
+        over = [None if a is None or b is None else a - b for a, b in zip(found["losses"], reference, strict=False)]
+        middle.plot(*drawing.smooth(over), color=colour, linewidth=1.2)
         if found["died_at"] is not None:
-            left.plot(steps[-1:], losses[-1:], "X", color=drawing.COLOURS[policy], markersize=9)
-            left.annotate(
-                f"NaN from step {found['died_at']} on", (steps[-1], losses[-1]), (8, 8), textcoords="offset points"
-            )
+            left.plot(steps[-1:], losses[-1:], "X", color=colour, markersize=9)
+            text = f"NaN from step {found['died_at']} on"
+            left.annotate(text, (steps[-1], losses[-1]), (8, 8), textcoords="offset points")
+            middle.plot(steps[-1:], [0], "X", color=colour, markersize=9)
     left.set(xlabel="step", ylabel="loss (mean of 17 steps)")
-    left.legend()
+    middle.set(xlabel="step", ylabel="the same, minus fp32's")
+    left.legend(fontsize=7.5)
     rows = [row for row in points.points[LOOKED_AT]["ranges"] if row["gradients_of"] == "outputs"]
     for format in dict.fromkeys(row["format"] for row in rows):
-        own = [row for row in rows if row["format"] == format]
-        shares = [100 * max(row["flushed"], 1e-6) for row in own]
-        right.plot([row["steps"][1] for row in own], shares, "o-", label=format, markersize=3.5, linewidth=1.2)
-    right.set(xlabel="step", ylabel="gradients of outputs flushed to zero (%)", yscale="log", ylim=(8e-5, 100))
-    right.legend(fontsize=7)
+        own = [(row["steps"][1], 100 * row["flushed"]) for row in rows if row["format"] == format]
+        drawn = [(step, share) for step, share in own if share > 0]
+        label = format if drawn else f"{format}: none"
+        right.plot(*zip(*(drawn or [(own[0][0], float("nan"))]), strict=True), "o-", label=label, markersize=3.5)
+    right.set(xlabel="step", ylabel="gradients of outputs flushed to zero (%)", yscale="log", ylim=(1e-4, 1e3))
+    right.legend(fontsize=7, ncols=2)
     drawing.save(figure, points.path.with_suffix(".svg"))
 
 
@@ -72,9 +79,7 @@ def main() -> None:
     arguments = arguments_of(__doc__)
     setup = SETUP.quick() if arguments.quick else SETUP
     what = f"one run a policy, seed {SEED}; ranges of every {EVERY}th step's gradients"
-    points = Points("three-am", what, dataclasses.asdict(setup), quick=arguments.quick)
-    if arguments.again:
-        points.points.clear()
+    points = Points("three-am", what, dataclasses.asdict(setup), arguments)
     if not arguments.plot:
         for policy in POLICIES:
             points.measure(policy, lambda policy=policy: run(policy, setup))

@@ -2,7 +2,7 @@
 
 A Python, TOML or YAML block must be, to the letter, a file in docs/snippets. Those files, and every `bitwright` line of
 a shell block, are run in an empty folder that holds what they speak of: my-model (a tiny random one), my-text.txt,
-my-chats.jsonl, sites.toml, and my-task.yaml with my-questions.jsonl.
+my-chats.jsonl, sites.toml, my-run.toml, and my-task.yaml with my-questions.jsonl.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def readers_folder(
         {"messages": [{"role": "user", "content": text[:30]}, {"role": "assistant", "content": text}]} for text in texts
     ]
     (tmp_path / "my-chats.jsonl").write_text("\n".join(map(json.dumps, chats)), encoding="utf-8")
-    for name in ("my-task.yaml", "sites.toml"):
+    for name in ("my-task.yaml", "sites.toml", "my-run.toml"):
         shutil.copy(SNIPPETS / name, tmp_path)
     questions = [{"question": text[:30], "choices": [text[30:50], " red"], "answer": 0} for text in texts[:8]]
     (tmp_path / "my-questions.jsonl").write_text("\n".join(map(json.dumps, questions)), encoding="utf-8")
