@@ -2,7 +2,7 @@
 
     least   Σ ((log predicted - log measured) / 0.05)² + Σ (log factor / width)²
 
-over the factors of `Tuning`: compute (0.5; around `TYPICAL`), attention beyond that (0.4), collectives within a node (0.2) and
+over the factors of `Tuning`: compute (0.5; around `TYPICAL`), attention beyond that (0.4), collectives within a node (0.1) and
 across nodes (0.6). Factors that the three rows say nothing about stay where they are. No other figure is changed; what is predicted of other rows follows.
 """
 
@@ -15,7 +15,7 @@ from bitwright.parallel.job import TYPICAL
 
 _ROW_WIDTH = 0.05
 #: Factor → how far from 1 it may be before it is not believed (of its logarithm).
-WIDTHS = {"compute": 0.5, "attention": 0.4, "node": 0.2, "link": 0.6}
+WIDTHS = {"compute": 0.5, "attention": 0.4, "node": 0.1, "link": 0.6}
 _CENTRES = {"compute": math.log(TYPICAL.compute)}
 
 

@@ -71,7 +71,7 @@ SOURCES: dict[str, SourceFacts] = {
     "nt": SourceFacts(
         title="nanotron",
         software=Software(
-            elementwise_passes=2.0, overlaps_gradients=False, overlaps_parameters=False, overlaps_pipeline=False
+            elementwise_passes=2.0, overlaps_parameters=False, overlaps_pipeline=False
         ),
         link_gb_per_s=45.0,
         is_sequence_parallel=True,

@@ -10,6 +10,7 @@
     [matmul_share]     format → share of the peak that full tiles reach
     [attention_share]  forward, backward: share of the 16-bit peak that fused attention reaches; stored: batched products
                        whose scores are written out
+    contention         how much slower products run beside a collective
     unaligned_share    of the 16-bit peak, where a head is no multiple of 8 wide and the matrix units are not used
 
 A figure is a property of the device and its library, fitted to all rows of a sweep together; none is one row's. A
@@ -53,6 +54,7 @@ class Efficiency:
     attention_backward_share: float
     attention_stored_share: float
     unaligned_share: float
+    contention: float
     source: str
     certainty: Certainty
 
@@ -75,6 +77,7 @@ DEFAULT = Efficiency(
     attention_backward_share=0.40,
     attention_stored_share=0.45,
     unaligned_share=0.125,
+    contention=1.4,
     source="shares between those of the devices that have a file",
     certainty="recalled",
 )
@@ -99,6 +102,7 @@ class _EfficiencyFile(BaseModel):
     prologue_columns: _Positive
     sharpness: Annotated[float, Field(ge=1)]
     unaligned_share: _Share
+    contention: Annotated[float, Field(ge=1)]
     matmul_share: Annotated[dict[_Text, _Share], Field(min_length=1)]
     attention_share: _AttentionSection
     source: _Text
@@ -132,6 +136,7 @@ def parse_efficiency(content: bytes, file: str) -> Efficiency:
         attention_backward_share=fields.attention_share.backward,
         attention_stored_share=fields.attention_share.stored,
         unaligned_share=fields.unaligned_share,
+        contention=fields.contention,
         source=fields.source,
         certainty=fields.certainty,
     )

@@ -115,7 +115,7 @@ def why_not(layout: Layout, shape: ModelShape, *, sequence: int, num_gpus: int, 
         return f"tp {layout.tp} does not divide {shape.num_heads} heads and {shape.num_kv_heads} key–value heads"
     if shape.intermediate_size % layout.tp:
         return f"tp {layout.tp} does not divide the {shape.intermediate_size} columns of the MLP"
-    if shape.num_layers < layout.pp * layout.interleave:
+    if shape.num_layers + 2 < layout.pp * layout.interleave or shape.num_layers < layout.pp:
         return f"{shape.num_layers} layers are fewer than {layout.pp} stages of {layout.interleave} chunks"
     if sequence % layout.cp:
         return f"cp {layout.cp} does not divide a sequence of {sequence} tokens"

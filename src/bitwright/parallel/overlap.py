@@ -41,7 +41,11 @@ class Bucket:
 
 
 def ddp_buckets(
-    backward_s: float, num_bytes: float, bucket_bytes: float, collective_s: Callable[[float], float]
+    backward_s: float,
+    num_bytes: float,
+    bucket_bytes: float,
+    collective_s: Callable[[float], float],
+    contention: float = CONTENTION,
 ) -> tuple[Bucket, ...]:
     """Return the buckets of a backward pass whose gradients come evenly.
 
@@ -49,12 +53,13 @@ def ddp_buckets(
         backward_s: of the pass, alone.
         num_bytes, bucket_bytes: of all gradients, and of one bucket.
         collective_s: bytes → seconds of their collective.
+        contention: how much slower products run beside a collective.
     """
     if num_bytes <= 0:
         return ()
     count = max(1, round(num_bytes / bucket_bytes))
     each = collective_s(num_bytes / count)
-    stretched = both_s(backward_s, min(count * each, backward_s))
+    stretched = both_s(backward_s, min(count * each, backward_s), contention)
     found: list[Bucket] = []
     end = 0.0
     for index in range(count):
@@ -66,22 +71,34 @@ def ddp_buckets(
 
 
 def ddp_exposed_s(
-    backward_s: float, num_bytes: float, bucket_bytes: float, collective_s: Callable[[float], float]
+    backward_s: float,
+    num_bytes: float,
+    bucket_bytes: float,
+    collective_s: Callable[[float], float],
+    contention: float = CONTENTION,
 ) -> float:
     """Return the seconds that reducing gradients adds to a backward pass."""
-    buckets = ddp_buckets(backward_s, num_bytes, bucket_bytes, collective_s)
+    buckets = ddp_buckets(backward_s, num_bytes, bucket_bytes, collective_s, contention)
     return buckets[-1].end_s - backward_s if buckets else 0.0
 
 
-def fsdp_exposed_s(forward_s: float, backward_s: float, gather_s: float, scatter_s: float, num_layers: int) -> float:
+def fsdp_exposed_s(
+    forward_s: float,
+    backward_s: float,
+    gather_s: float,
+    scatter_s: float,
+    num_layers: int,
+    contention: float = CONTENTION,
+) -> float:
     """Return the seconds that gathering and scattering add to one forward and backward pass.
 
     Args:
         forward_s, backward_s: of one layer, alone.
         gather_s, scatter_s: of one layer's parameters and gradients.
         num_layers: of the model, all alike.
+        contention: as in `both_s`.
     """
     rest = num_layers - 1
-    forward = gather_s + rest * both_s(forward_s, gather_s) + forward_s
-    backward = rest * both_s(backward_s, gather_s + scatter_s) + backward_s + scatter_s
+    forward = gather_s + rest * both_s(forward_s, gather_s, contention) + forward_s
+    backward = rest * both_s(backward_s, gather_s + scatter_s, contention) + backward_s + scatter_s
     return forward + backward - num_layers * (forward_s + backward_s)

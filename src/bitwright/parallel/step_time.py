@@ -207,7 +207,9 @@ def _sharded_s(
     if layout.zero == 3:
         gather, scatter = cost("all_gather", held / layers, group), cost("reduce_scatter", summed / layers, group)
         if software.overlaps_parameters:
-            each = fsdp_exposed_s(forward.seconds, backward.seconds, gather, scatter, layers)
+            each = fsdp_exposed_s(
+                forward.seconds, backward.seconds, gather, scatter, layers, job.efficiency.contention
+            )
         else:
             each = layers * (2 * gather + scatter)
         across = cost("all_reduce", summed / group, copies, stride * group) if copies > 1 else 0.0
@@ -219,6 +221,7 @@ def _sharded_s(
             summed,
             max(software.bucket_bytes, summed / 64),
             lambda num_bytes: cost(operation, num_bytes),
+            job.efficiency.contention,
         )
     else:
         seconds = cost(operation, summed)
