@@ -29,6 +29,9 @@ from bitwright.cli import (
     run_,
     schemes,
     show,
+    train,
+    train_policies,
+    train_run,
     verify,
 )
 from bitwright.cli.panels import PlainCommand, PlainGroup, without_braces
@@ -63,6 +66,7 @@ def create_app() -> typer.Typer:
     app.command("schemes", cls=PlainCommand)(schemes.schemes_command)
     app.add_typer(_create_hardware_app(), name="hardware")
     app.command("memory", cls=PlainCommand)(memory.memory_command)
+    app.add_typer(_create_train_app(), name="train")
     return app
 
 
@@ -81,6 +85,14 @@ def _create_hardware_app() -> typer.Typer:
     app.command("list", cls=PlainCommand)(hardware.list_command)
     app.command("show", cls=PlainCommand)(hardware_show.show_command)
     app.command("profile", cls=PlainCommand)(hardware_profile.profile_command)
+    return app
+
+
+def _create_train_app() -> typer.Typer:
+    app = typer.Typer(cls=train.TrainGroup, rich_markup_mode=None)
+    app.callback()(train.train_command)
+    app.command(train.RUN, cls=PlainCommand)(train_run.train_run_command)
+    app.command("policies", cls=PlainCommand)(train_policies.policies_command)
     return app
 
 

@@ -1,10 +1,10 @@
 """Modules that run in fp32 whatever surrounds them, because of what they are: routers, and tables of positions.
 
     router      autocast off, input and parameters in fp32: a rounded logit sends a token to another expert
-    rotary      autocast off, input in fp32: an angle is position · frequency, and with frequencies in bf16 it is wrong
-                by half a radian after 500 tokens
+    positions   autocast off, input in fp32: bf16 counts to 256; and an angle is position · frequency, which with
+                frequencies in bf16 is wrong by half a radian after 500 tokens
 
-Routers are known by the role of their name (`models/names.py`), rotary embeddings by their class. Parameters of norms
+Routers are known by the role of their name (`models/names.py`), what makes positions by its class. Parameters of norms
 and routers are fp32 under every policy: they are a ten-thousandth of a model, and everything passes through them.
 
 A model that was cast to 16 bits as a whole has cast its frequencies too, and no cast brings back what they lost. They
@@ -30,8 +30,16 @@ from bitwright.models.sites import role_of
 from bitwright.models.value_calls import norms_of
 from bitwright.training.islands import NARROW_DTYPES, in_fp32
 
-#: Classes of modules that turn positions into angles.
-ROTARY_CLASSES = ("*Rotary*", "*RoPE*", "*Rope*")
+#: Classes of modules that turn positions into angles, biases or vectors; those with matrices inside are none.
+POSITION_CLASSES = (
+    "*Rotary*",
+    "*RoPE*",
+    "*Rope*",
+    "*Alibi*",
+    "*ALiBi*",
+    "*Position*Embedding*",
+    "*PositionalEncoding*",
+)
 #: Buffers that hold frequencies, or tables made of them.
 TABLES = (
     "*inv_freq", "inv_timescales", "sinusoid_freq", "freqs", "freqs_cis", "*cos_cached", "*sin_cached",
@@ -66,7 +74,7 @@ class InstalledIslands:
 
 
 def install(model: nn.Module) -> InstalledIslands:
-    """Let routers and rotary embeddings of a model run in fp32.
+    """Let routers of a model, and what makes its positions, run in fp32.
 
     Raises:
         TrainingError: they do so already.
@@ -100,15 +108,15 @@ def _device_type(module: nn.Module, args: tuple[Any, ...]) -> str:
 
 
 def find_islands(model: nn.Module) -> Iterator[NamedIsland]:
-    """Every router and every rotary embedding of a model; of nested ones the outermost."""
+    """Every router of a model and everything that makes positions; of nested ones the outermost."""
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if not name or name.startswith(inside):
             continue
         if is_router(name, module):
             why = "router: rounding changes which experts a token reaches"
-        elif any(fnmatchcase(type(module).__name__, pattern) for pattern in ROTARY_CLASSES):
-            why = "positions: an angle is position · frequency, and errors grow with the position"
+        elif _makes_positions(module):
+            why = "positions: errors of an angle, position · frequency, grow with the position"
         else:
             continue
         inside = (*inside, f"{name}.")
@@ -118,6 +126,11 @@ def find_islands(model: nn.Module) -> Iterator[NamedIsland]:
 def is_router(name: str, module: nn.Module) -> bool:
     """Whether a module's name says that it chooses experts, and it has weights to do so."""
     return role_of(name) == "router" and next(module.parameters(), None) is not None
+
+
+def _makes_positions(module: nn.Module) -> bool:
+    is_named_so = any(fnmatchcase(type(module).__name__, pattern) for pattern in POSITION_CLASSES)
+    return is_named_so and not any(isinstance(inner, nn.Linear) for inner in module.modules())
 
 
 def island_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

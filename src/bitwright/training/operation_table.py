@@ -83,26 +83,25 @@ def _products(policy: Policy) -> Iterator[OperationRow]:
 
 
 def _operation(operation: Operation, policy: Policy, device_type: str) -> Iterator[OperationRow]:
-    """One row, or one for each format where functions of an operation are treated differently."""
+    """One row, or one for each format where operators of an operation are treated differently."""
     by_format: dict[str, dict[str, By]] = {}
-    for function in operation.functions:
-        treatment = treat(operation, function, compute=policy.compute, device_type=device_type)
-        by_format.setdefault(treatment.format, {})[function] = treatment.by
+    for operator in operation.operators:
+        treatment = treat(operation, operator, compute=policy.compute, device_type=device_type)
+        by_format.setdefault(treatment.format, {})[operator] = treatment.by
     # the larger part keeps the title, the others are named
     largest = max(by_format, key=lambda format: len(by_format[format]))
-    for format, functions in by_format.items():
-        named = ", ".join(dict.fromkeys(name.strip("_") for name in functions))
+    for format, operators in by_format.items():
         yield OperationRow(
             section="operations",
-            what=_title(operation, policy) if format == largest else named,
+            what=_title(operation, policy) if format == largest else ", ".join(operators),
             format=format,
-            by=", ".join(dict.fromkeys(functions.values())),
+            by=", ".join(dict.fromkeys(operators.values())),
             why=operation.why,
         )
 
 
 def _title(operation: Operation, policy: Policy) -> str:
-    is_linear = operation.functions == ("linear",)
+    is_linear = operation.operators == ("linear",)
     return f"{operation.title} left alone" if is_linear and policy.products is not None else operation.title
 
 
@@ -111,7 +110,7 @@ def _by_name(policy: Policy) -> Iterator[OperationRow]:
         return
     for what, why in (
         ("routers", "rounding changes which experts a token reaches"),
-        ("rotary embeddings", "an angle is position · frequency"),
+        ("positions", "bf16 counts to 256; an angle is position · frequency"),
     ):
         yield OperationRow(section="operations", what=what, format="fp32", by="bitwright", why=why)
 

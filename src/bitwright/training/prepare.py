@@ -107,6 +107,7 @@ def prepare(
     facts, recognised = _facts(device, place)
     asked = _asked(policy, facts)
     notes = [f"device: {facts.name} ({recognised})", *_say_emulated(asked.policy, facts, emulate)]
+    _raise_if_no_autocast(asked.policy, place)
     raise_if_unfit(model, optimizer, asked.policy)
     unheld = unheld_parameters(model, optimizer)
     if unheld:
@@ -215,6 +216,11 @@ def _say_emulated(policy: Policy, facts: Device, emulate: bool | None) -> list[s
     if emulate is False or (emulate is None and facts.kind != "cpu"):
         raise_if_not_native(policy, facts)
     return [f"emulated: {why}"]
+
+
+def _raise_if_no_autocast(policy: Policy, place: torch.device) -> None:
+    if policy.compute in AUTOCAST_DTYPES and not torch.amp.is_autocast_available(place.type):
+        raise TrainingError(f"torch has no autocast for '{place.type}', which policy '{policy.name}' needs; use 'fp32'")
 
 
 # --- what is changed --------------------------------------------------------------------------------------------------
