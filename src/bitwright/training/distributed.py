@@ -21,18 +21,21 @@ autocast does.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bitwright.catalog import nearest_name_hint
 from bitwright.errors import TrainingError, UnknownName
 from bitwright.training.ranks import Ranks
+from bitwright.training.replicated import Replicated
 
 #: Ways to spread a model.
 PARALLEL = ("ddp", "fsdp2")
@@ -92,20 +95,44 @@ def spread(model: nn.Module, parallel: str, ranks: Ranks) -> nn.Module:
         )
     if ranks.world_size == 1:
         return model
+    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    is_narrow = any(dtype.itemsize < 4 for dtype in trained)
     if parallel == "ddp":
-        return DistributedDataParallel(model)
-    device = next(model.parameters()).device
-    mesh = init_device_mesh(device.type, (ranks.world_size,))
-    for layer in _outermost_layers(model):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        return Replicated(model) if is_narrow else DistributedDataParallel(model)
+    _shard(model, ranks, is_narrow=is_narrow)
     return model
+
+
+def _shard(model: nn.Module, ranks: Ranks, *, is_narrow: bool) -> None:
+    """Cut a model into pieces, layer by layer; gradients of narrow parameters are added up in fp32."""
+    device = next(model.parameters()).device
+    options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (ranks.world_size,))}
+    if is_narrow:
+        options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for layer in (*_outermost_layers(model), model):
+        for module in _of_other_dtype(layer):  # a piece is of one dtype: norms beside bf16 weights are their own
+            fully_shard(module, **options)
+        fully_shard(layer, **options)
+
+
+def _of_other_dtype(layer: nn.Module) -> list[nn.Module]:
+    """Modules whose own trained parameters have another dtype than most of a layer's."""
+    own = {
+        module: {p.dtype for p in module.parameters(recurse=False) if p.requires_grad}
+        for module in layer.modules()
+        if module is layer or not isinstance(module, FSDPModule)
+    }
+    counts = Counter(dtype for dtypes in own.values() for dtype in dtypes)
+    usual = max(counts, key=lambda dtype: counts[dtype], default=None)
+    return [module for module, dtypes in own.items() if dtypes and dtypes != {usual} and module is not layer]
 
 
 def exchange_gradients(model: nn.Module, on: bool) -> None:
     """Say, before a micro-batch runs forward, whether its backward pass exchanges gradients."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = on
+    elif isinstance(model, Replicated):
+        model.exchanges = on
     elif isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
 

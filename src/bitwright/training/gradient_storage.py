@@ -10,7 +10,9 @@ first at best, and long before that for unequal ones. Two places add:
                      of times in a batch. Torch's CPU kernel adds in the dtype of the gradient. Here it adds in fp32.
 
 Matrix products add in fp32 themselves, whatever they are given. A parameter that is used twice (an embedding that is
-the output head too) has its gradients added by autograd in `grad_dtype`.
+the output head too) has its gradients added by autograd in `grad_dtype`. Of parameters that lie in pieces on many ranks
+(FSDP2) torch adds micro-batches and ranks in fp32 where it is told to (`distributed.py`), and keeps the piece of the
+sum in the parameter's dtype, rounded once.
 
 Source: torch 2.13, `Tensor.grad_dtype`; FlagGems#309 and #4295 (embedding), Megatron-LM's
 `accumulate_allreduce_grads_in_fp32`.
@@ -62,7 +64,7 @@ def keep_gradients_fp32(model: nn.Module) -> Fp32Gradients:
     """
     parameters = []
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype in _NARROW:
+        if parameter.requires_grad and parameter.dtype in _NARROW and not hasattr(parameter, "to_local"):
             parameter.grad = None
             parameter.grad_dtype = torch.float32
             parameters.append(name)

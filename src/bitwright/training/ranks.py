@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bitwright.training.replicated import Replicated
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
@@ -83,5 +85,5 @@ class Ranks:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel, so that names are those of one process."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    """Return the model inside what averages its gradients, so that names are those of one process."""
+    return model.module if isinstance(model, DistributedDataParallel | Replicated) else model

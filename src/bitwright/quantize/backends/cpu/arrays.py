@@ -79,7 +79,11 @@ def _own_threads() -> ThreadPoolExecutor:
 
 def array_of(x: Tensor) -> Any:
     """The numbers of a contiguous tensor as a flat NumPy array that the kernels know."""
-    return x.view(ARRAY_DTYPES[x.dtype]).reshape(-1).numpy()
+    flat = x.view(ARRAY_DTYPES[x.dtype]).reshape(-1)
+    # Where many processes share a model, weights may be put together for one use and their memory freed afterwards
+    # (FSDP), which torch forbids for ever once a tensor was handed out by `numpy()`.
+    is_shared = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return np.from_dlpack(flat) if is_shared else flat.numpy()
 
 
 def target_for(source: Tensor, out: Tensor | None) -> Tensor:

@@ -1,0 +1,152 @@
+"""Two real processes under torchrun (Gloo): DDP and FSDP2 against one process with the same global batch.
+
+Gradients are means over the same rows, added up in another order. Two processes therefore agree with one up to fp32
+rounding where nothing is rounded to fewer bits, and up to what a code that flips moves elsewhere (`TOLERANCES`).
+Between ranks everything is equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from tests.training.two_ranks import (
+    GLOBAL_BATCH,
+    SCENARIOS,
+    SPOILED,
+    STEPS,
+    new_batches,
+    new_run,
+    take_steps,
+    tiny_model,
+    whole_weights,
+)
+
+from bitwright.errors import TrainingError, UnknownName
+from bitwright.training.checkpoint import load_checkpoint
+from bitwright.training.distributed import spread
+from bitwright.training.ranks import Ranks
+
+ROOT = Path(__file__).parents[2]
+
+#: Policy → how far two processes may be from one: their losses, relatively; and the mean distance of their weights, as
+#: a share of the mean distance that weights have moved. Under fp8-hybrid the first step scales by what a rank sees.
+TOLERANCES = {
+    "fp32": (1e-6, 1e-5),
+    "bf16-mixed": (5e-4, 0.02),
+    "fp16-mixed": (1e-4, 0.005),
+    "fp8-hybrid": (3e-3, 0.25),
+    "bf16-pure-sr": (1e-3, 0.25),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes wrote, all scenarios in one start."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(ROOT / "tests/training/two_ranks.py"), str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """Policy → the same in this process: (steps, weights)."""
+    found = {}
+    for policy in TOLERANCES:
+        run, ranks = new_run(policy, "ddp", Ranks()), Ranks()
+        assert new_batches(ranks).batch == GLOBAL_BATCH
+        found[policy] = take_steps(run, new_batches(ranks), ranks, range(STEPS)), whole_weights(run)
+    return found
+
+
+def reports(folder: Path, scenario: str) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{scenario}.rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("scenario", list(SCENARIOS))
+def test_ranks_agree_bit_for_bit(scenario: str, folder: Path) -> None:
+    first, second = reports(folder, scenario)
+    for name in ("weights", "run", "counters"):
+        assert first[name] == second[name], name
+    for here, there in zip(first["steps"], second["steps"], strict=True):
+        assert {k: v for k, v in here.items() if k != "skipped"} == {k: v for k, v in there.items() if k != "skipped"}
+        assert (here["skipped"] is None) == (there["skipped"] is None)
+
+
+@pytest.mark.parametrize("scenario", list(SCENARIOS))
+def test_two_processes_do_what_one_does(scenario: str, folder: Path, alone: dict[str, Any]) -> None:
+    policy, _ = SCENARIOS[scenario]
+    of_loss, of_way = TOLERANCES[policy]
+    steps, weights = alone[policy]
+    found = reports(folder, scenario)[0]["steps"]
+    for here, there in zip(found, steps, strict=True):
+        assert (here["skipped"] is None) == (there["skipped"] is None)
+        assert (here["scale"], here["level"]) == (there["scale"], there["level"])
+        if here["skipped"] is None:
+            assert here["loss"] == pytest.approx(there["loss"], rel=of_loss)
+            assert here["norm"] == pytest.approx(there["norm"], rel=10 * of_loss)
+    spread_out = safetensors.torch.load_file(folder / f"{scenario}.safetensors")
+    assert set(spread_out) == set(weights)
+    start = tiny_model().state_dict()
+    assert distance(spread_out, weights) < of_way * distance(weights, start)
+
+
+def distance(here: dict[str, torch.Tensor], there: dict[str, torch.Tensor]) -> float:
+    """Sum of the magnitudes of all differences."""
+    return sum(float((here[name].float() - there[name].float()).abs().sum()) for name in there)
+
+
+@pytest.mark.parametrize("scenario", list(SCENARIOS))
+def test_one_rank_s_inf_is_everybody_s(scenario: str, folder: Path) -> None:
+    first, second = reports(folder, scenario)
+    assert first["steps"][SPOILED]["skipped"].startswith("a loss on another rank is not finite")
+    assert second["steps"][SPOILED]["skipped"].startswith("the loss of micro-batch 1 of 2 is inf")
+    assert first["counters"] == [STEPS - 1, 1]
+    if first["steps"][0]["scale"] is not None:
+        scales = [step["scale"] for step in first["steps"]]
+        assert scales == [65536.0, 65536.0, 32768.0, 32768.0]
+
+
+@pytest.mark.parametrize("scenario", list(SCENARIOS))
+def test_resuming_is_not_having_stopped(scenario: str, folder: Path) -> None:
+    for report in reports(folder, scenario):
+        assert report["resumed"] == report["final"]
+
+
+def test_a_checkpoint_of_two_processes_is_told_from_one_of_one(folder: Path) -> None:
+    run = new_run("bf16-mixed", "ddp", Ranks())
+    with pytest.raises(TrainingError, match="saved by 2 processes, and there are 1 now; start 2"):
+        load_checkpoint(folder / "ddp-bf16-mixed-saved", run)
+    batches = new_batches(Ranks())
+    resumed = load_checkpoint(folder / "ddp-bf16-mixed-saved", run, data=batches, allow_other_world_size=True)
+    assert (resumed.step, batches.num_taken) == (3, 3 * 2 * GLOBAL_BATCH)
+    with pytest.raises(TrainingError, match="each file holds one process's pieces"):
+        load_checkpoint(folder / "fsdp2-bf16-mixed-saved", run, allow_other_world_size=True)
+
+
+def test_alone_nothing_is_spread() -> None:
+    model = tiny_model()
+    assert spread(model, "fsdp2", Ranks()) is model
+    with pytest.raises(UnknownName, match="unknown way to spread a model 'fsdp'; did you mean 'fsdp2'"):
+        spread(model, "fsdp", Ranks())
