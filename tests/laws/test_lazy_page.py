@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
-PAGES = ["bitwright.quantize", "bitwright.models"]
+PAGES = ["bitwright.quantize", "bitwright.models", "bitwright.training"]
 
 
 def heavy_after(code: str) -> list[str]:
@@ -63,6 +63,14 @@ from bitwright.quantize import quantize
 assert callable(load) and callable(quantize), (load, quantize)
 """
     assert "torch" in heavy_after(code)
+
+
+def test_policies_load_nothing_heavy() -> None:
+    code = """
+from bitwright.training import POLICIES, operation_table
+assert len(operation_table(POLICIES["nvfp4"])) > 20
+"""
+    assert heavy_after(code) == []
 
 
 def test_statistics_load_nothing_heavy() -> None:

@@ -260,3 +260,10 @@ def test_what_is_computed_again_is_the_same() -> None:
             y.float().square().mean().backward()
         gradients.append(x.grad)
     assert gradients[0] is not None and torch.equal(gradients[0], gradients[1])  # type: ignore[arg-type]
+
+
+def test_in_compiled_functions_too() -> None:
+    x = values(torch.bfloat16)
+    compiled = torch.compile(lambda x: x.logsumexp(-1), backend="aot_eager")
+    with region("cpu", "bf16"):
+        assert torch.equal(compiled(x), x.float().logsumexp(-1))
