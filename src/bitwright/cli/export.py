@@ -18,6 +18,8 @@ from bitwright.cli.table import new_console, new_table, print_rows, print_table
 from bitwright.cli.usage import UsageMistake
 from bitwright.plan import Plan, load_plan
 from bitwright.plan.engine import get_engine
+from bitwright.plan.training_folder import is_training_plan, load_training_plan
+from bitwright.plan.training_plan import TrainingPlan
 from bitwright.report.units import spell_bytes, spell_count
 
 
@@ -44,10 +46,14 @@ def export_command(
         bool, typer.Option("--list", help="Say what there is to export to, and what stands against it; write nothing.")
     ] = False,
 ) -> None:
-    """Write a plan as the checkpoint of an engine.
+    """Write a plan as the checkpoint of an engine, or a training plan as a part of a configuration.
 
-    Whatever the target or its engine cannot express is refused, site by site, before a file is written.
+    Whatever a checkpoint or its engine cannot express is refused, site by site, before a file is written; what a
+    training program cannot be told is said.
     """
+    if plan is not None and is_training_plan(plan):
+        _export_training(load_training_plan(plan), to, out, list_targets)
+        return
     if list_targets:
         asked = None if engine is None else get_engine(engine).name
         _list(None if plan is None else load_plan(plan), asked)
@@ -80,6 +86,28 @@ def _export(plan: Plan, to: str, out: Path, model: str | None, engine: str | Non
     ]
     print_rows(console, rows)
     for note in report.notes:
+        console.print(Text(note, style="dim"))
+
+
+def _export_training(plan: TrainingPlan, to: str | None, out: Path | None, lists: bool) -> None:
+    """Write a training plan for another program; or say which there are, and what stands against each."""
+    from bitwright.export.training_target import TRAINING_TARGETS, export_training
+    from bitwright.training.training_plan import policy_of_plan
+
+    console = new_console(highlight=False)
+    if lists:
+        planned = policy_of_plan(plan)
+        table = new_table(("target", False), ("what is written", False), ("stands against it", False))
+        for name, target in TRAINING_TARGETS.items():
+            table.add_row(Text(name), Text(target.description), Text(target.why_not(plan, planned) or ""))
+        print_table(console, table)
+        return
+    missing = [name for name, value in (("--to", to), ("--out", out)) if value is None]
+    if to is None or out is None:
+        raise UsageMistake(f"{' and '.join(missing)} missing; or ask what there is: bitwright export --list PLAN")
+    written = export_training(plan, to, out)
+    print_rows(console, [("written", ", ".join(str(out / name) for name in written.files))])
+    for note in written.notes:
         console.print(Text(note, style="dim"))
 
 

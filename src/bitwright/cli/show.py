@@ -10,7 +10,9 @@ import typer
 from bitwright.cli.evidence import print_evidence
 from bitwright.cli.output import write_json
 from bitwright.cli.table import new_console, print_groups, print_sites, print_summary
+from bitwright.cli.train_plan import print_training_plan
 from bitwright.plan import load_plan
+from bitwright.plan.training_folder import is_training_plan, load_training_plan
 
 
 def show_command(
@@ -19,6 +21,9 @@ def show_command(
     json: Annotated[bool, typer.Option("--json", help="Print plan.json and nothing else.")] = False,
 ) -> None:
     """Show the table of a plan."""
+    if is_training_plan(plan):
+        _show_training(plan, sites, json)
+        return
     loaded = load_plan(plan)
     if json:
         write_json(loaded.to_json())
@@ -31,3 +36,11 @@ def show_command(
         print_evidence(console, loaded)
     console.print()
     print_summary(console, loaded)
+
+
+def _show_training(path: Path, sites: bool, json: bool) -> None:
+    plan = load_training_plan(path)
+    if json:
+        write_json(plan.to_json())
+    else:
+        print_training_plan(new_console(highlight=False), plan, sites=sites)
