@@ -14,6 +14,8 @@ import typer
 from bitwright.cli import (
     bench,
     chat,
+    comm,
+    comm_explain,
     compare,
     export,
     formats,
@@ -65,6 +67,7 @@ def create_app() -> typer.Typer:
     app.add_typer(_create_formats_app(), name="formats")
     app.command("schemes", cls=PlainCommand)(schemes.schemes_command)
     app.add_typer(_create_hardware_app(), name="hardware")
+    app.add_typer(_create_comm_app(), name="comm")
     app.command("memory", cls=PlainCommand)(memory.memory_command)
     app.add_typer(_create_train_app(), name="train")
     return app
@@ -76,6 +79,13 @@ def _create_formats_app() -> typer.Typer:
     app.command("show", cls=PlainCommand, context_settings=NUMBERS_MAY_BE_NEGATIVE)(formats_show.show_command)
     app.command("compare", cls=PlainCommand, context_settings=NUMBERS_MAY_BE_NEGATIVE)(formats_compare.compare_command)
     app.command("histogram", cls=PlainCommand)(formats_histogram.histogram_command)
+    return app
+
+
+def _create_comm_app() -> typer.Typer:
+    app = typer.Typer(cls=PlainGroup, rich_markup_mode=None)
+    app.callback(invoke_without_command=True)(comm.comm_command)
+    app.command("explain", cls=PlainCommand)(comm_explain.explain_command)
     return app
 
 

@@ -1,7 +1,7 @@
 """What schedules have to come to: steps, and bytes sent per byte of the buffer, in closed form.
 
 n ranks, k nodes of g ranks, m segments, S the whole buffer (nccl-tests' convention). `total` is over all ranks,
-`busiest` of the rank that sends most; both are per S and exact where chunks are equal. p is the largest power of two ≤ n.
+`busiest` of the rank that sends most; both are per S, exact where chunks are equal. p is the largest power of two ≤ n.
 
 Sources stand in the files of `algorithms/`. The busiest rank of the double tree sends 2 S (n ≥ 4), although the mean is
 2(n − 1)/n · S.

@@ -91,6 +91,6 @@ def _found(op: str, name: str, num_ranks: int, ranks_per_node: int | None, num_s
     if per_node < 1 or num_ranks % per_node:
         raise CommsError(
             f"{num_ranks} ranks do not fill nodes of {per_node} ranks; take a multiple of {per_node}, or nodes of "
-            f"{' or '.join(str(d) for d in range(1, num_ranks + 1) if num_ranks % d == 0)}"
+            f"{', '.join(str(d) for d in range(1, num_ranks + 1) if num_ranks % d == 0)}"
         )
     return algorithm.recipes[op], Layout(ranks_per_node=per_node, num_segments=num_segments)

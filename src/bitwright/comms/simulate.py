@@ -1,10 +1,9 @@
-"""The interpreter of schedules in NumPy: what every rank holds in the end, whatever the wire does to numbers.
+"""The interpreter of schedules in NumPy: what every rank holds in the end.
 
 Buffers are the rows of one matrix, [ranks, length]. Within a step all transfers read the buffers as they were before
 it; what arrives to be added is added in the order of ranks, the receiver's own numbers at its place among them.
 
-    wire      what a slice becomes on its way: rounding to bf16, for instance; None: nothing
-    settle    what a sum becomes where it is kept; None: nothing. A library that adds in fp32 and keeps bf16 rounds here
+    settle    what a sum becomes where it is kept, and travels on: rounded to bf16, say (`wire`); None: nothing
 
 Transfers of one step and length are moved by one operation of arrays, so that 1,024 ranks take seconds.
 """
@@ -24,16 +23,14 @@ Values = npt.NDArray[np.floating]
 Change = Callable[[Values], Values]
 
 
-def simulate(
-    schedule: Schedule, buffers_NL: npt.ArrayLike, *, wire: Change | None = None, settle: Change | None = None
-) -> Values:
+def simulate(schedule: Schedule, buffers_NL: npt.ArrayLike, *, settle: Change | None = None) -> Values:
     """Run a schedule, and return the buffers of all ranks after it, [ranks, length].
 
     Args:
         schedule: over N ranks.
         buffers_NL: what each rank starts with: its vector; for an all-gather only its shard of it counts; for an
             all-to-all N shards, of which the result has N others in their place.
-        wire, settle: values [count, length] → values of that shape; see the module.
+        settle: values [count, length] → values of that shape; see the module.
 
     Raises:
         CommsError: another number of rows than ranks.
@@ -52,26 +49,23 @@ def simulate(
                 f"an all-to-all of {length} elements over {schedule.num_ranks} ranks; take a multiple of the ranks"
             )
         doubled = np.concatenate([buffers, np.zeros_like(buffers)], axis=1)
-        return run(schedule.transfers, doubled, schedule.bounds(2 * length), wire, settle)[:, length:]
-    return run(schedule.transfers, buffers, schedule.bounds(length), wire, settle)
+        return run(schedule.transfers, doubled, schedule.bounds(2 * length), settle)[:, length:]
+    return run(schedule.transfers, buffers, schedule.bounds(length), settle)
 
 
 def run(
     transfers: Iterable[Transfer],
     buffers: Values,
     bounds: Sequence[int],
-    wire: Change | None = None,
     settle: Change | None = None,
 ) -> Values:
     """Change buffers [ranks, length] in place, step by step, and return them; `bounds` is where chunks start."""
     for _, step in groupby(transfers, key=lambda transfer: transfer.step):
-        _run_step(list(step), buffers, bounds, wire, settle)
+        _run_step(list(step), buffers, bounds, settle)
     return buffers
 
 
-def _run_step(
-    step: list[Transfer], buffers: Values, bounds: Sequence[int], wire: Change | None, settle: Change | None
-) -> None:
+def _run_step(step: list[Transfer], buffers: Values, bounds: Sequence[int], settle: Change | None) -> None:
     kinds: dict[tuple[int, bool, bool], list[Transfer]] = {}
     arrivals: dict[tuple[int, int], int] = {}
     for item in step:
@@ -84,7 +78,7 @@ def _run_step(
     for (size, reduces, is_shared), items in kinds.items():
         if size > 0:
             sent = buffers[_places([(item.source, bounds[item.first]) for item in items], size)]
-            read.append((items, reduces, is_shared, sent if wire is None else wire(sent)))
+            read.append((items, reduces, is_shared, sent))
     for items, reduces, is_shared, values in read:
         if is_shared:
             _add_in_order(items, values, buffers, bounds, settle)

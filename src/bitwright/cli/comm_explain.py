@@ -1,0 +1,131 @@
+"""``bitwright comm explain``: one collective step by step, on numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from bitwright.cli.table import new_console, new_table, print_rows, print_table
+from bitwright.comms.collectives import algorithms_of
+from bitwright.comms.explain import Explanation, Move, collective_name, description, explain, parse_data
+from bitwright.comms.wire import WIRE_FORMATS, error_growth, wire_format
+
+#: Ranks, and numbers of a rank, that buffers are shown of.
+_SHOWN_RANKS = 8
+_SHOWN_NUMBERS = 16
+#: Ranks up to which the growth of errors is shown without being asked for more.
+_GROWTH = (2, 4, 8, 16, 32, 64)
+
+
+def explain_command(
+    collective: Annotated[
+        str,
+        typer.Argument(
+            metavar="COLLECTIVE", help="allreduce, allgather, reducescatter, broadcast, alltoall or sendrecv."
+        ),
+    ],
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="How many ranks take part.")] = 4,
+    algorithm: Annotated[
+        str | None, typer.Option(metavar="NAME", help="ring, tree, two_shot …; default: ring where there is one.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="ROWS", help='One row a rank: "1,2,3,4;2,4,6,8;…". Default: 1,2,3 … times the rank.'),
+    ] = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Consecutive ranks of a node, for hierarchical. Default: all.")
+    ] = None,
+    segments: Annotated[int, typer.Option(min=1, help="Pieces that a pipeline cuts its data into.")] = 2,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help=f"How numbers travel: {', '.join(WIRE_FORMATS)}.")
+    ] = None,
+    growth: Annotated[
+        bool, typer.Option("--growth", help="With --dtype: errors of sums as ranks grow, beside other algorithms.")
+    ] = False,
+) -> None:
+    """Tell one collective step by step: who sends what, bytes of each rank, the result.
+
+    With --dtype, numbers are rounded on their way, and the result is held against fp64.
+    """
+    op = collective_name(collective)
+    wire = None if dtype is None else wire_format(dtype)
+    found = explain(
+        op,
+        algorithm,
+        ranks,
+        None if data is None else parse_data(data, ranks),
+        ranks_per_node=ranks_per_node,
+        num_segments=segments,
+        wire=wire,
+    )
+    console = new_console(highlight=False)
+    _print(console, found, dtype)
+    if growth and wire is not None:
+        _print_growth(console, wire.name)
+
+
+def _print(console: Console, found: Explanation, dtype: str | None) -> None:
+    made = found.schedule
+    console.print(Text(f"{made.op} by {made.algorithm}, {made.num_ranks} ranks: {description(made.algorithm)}"))
+    shows_numbers = made.num_ranks <= _SHOWN_RANKS and found.start.shape[1] <= _SHOWN_NUMBERS
+    if shows_numbers:
+        _print_buffers(console, "start", found.start.tolist())
+    for number, step in enumerate(found.steps):
+        console.print(Text(f"step {number + 1}", style="bold"))
+        for move in step.moves:
+            console.print(Text(f"  {_spell_move(move, shows_numbers)}"), soft_wrap=True)
+        if shows_numbers:
+            _print_buffers(console, "then", step.buffers.tolist())
+    console.print(Text("result", style="bold"))
+    if shows_numbers:
+        for rank, row in enumerate(found.result):
+            console.print(Text(f"  rank {rank}  {_spell_row(row)}"), soft_wrap=True)
+    counts, size = found.counts, found.bytes_per_element
+    per_rank = sorted(set(counts.sent))
+    spread = f"{size * per_rank[0]:g}" if len(per_rank) == 1 else f"{size * per_rank[0]:g} to {size * per_rank[-1]:g}"
+    rows = [
+        ("steps", f"{counts.num_steps}   ({found.spelled_steps})"),
+        ("bytes sent by a rank", f"{spread}   (busiest: {found.spelled_busiest})"),
+        ("bytes sent in all", f"{size * counts.total:g}, of buffers of {size * found.start.shape[1]:g}"),
+        ("numbers travel as", dtype or "fp32, taken to be exact"),
+    ]
+    if found.relative_error is not None:
+        is_number = math.isfinite(found.relative_error)
+        told = (
+            f"relative error {found.relative_error:.3g}" if is_number else "the data has NaN or ∞, and so has the sum"
+        )
+        rows.append(("against fp64", told))
+    print_rows(console, rows)
+
+
+def _spell_move(move: Move, with_values: bool) -> str:
+    slice_ = f"[{move.start}]" if move.stop - move.start == 1 else f"[{move.start}:{move.stop}]"
+    verb = "keeps its" if move.source == move.destination else "added" if move.reduces else "copied"
+    values = f" = {_spell_row(move.values)}" if with_values else ""
+    return f"{move.source} → {move.destination}  {slice_}{values}  {verb}"
+
+
+def _spell_row(row: object) -> str:
+    assert isinstance(row, list | tuple)
+    return ", ".join(f"{value:g}" for value in row) or "nothing"
+
+
+def _print_buffers(console: Console, title: str, buffers: list[list[float]]) -> None:
+    for rank, row in enumerate(buffers):
+        head = title if rank == 0 else ""
+        console.print(Text(f"  {head:5} rank {rank}  {_spell_row(row)}", style="dim"), soft_wrap=True)
+
+
+def _print_growth(console: Console, dtype: str) -> None:
+    names = [name for name in ("ring", "tree", "halving_doubling", "two_shot") if name in algorithms_of("all_reduce")]
+    table = new_table(("ranks", True), *((name, True) for name in names))
+    for count in _GROWTH:
+        rows = error_growth([dtype], names, [count], length=1024)
+        table.add_row(str(count), *(f"{row.relative_error:.2e}" for row in rows))
+    console.print(Text(f"relative error of sums in {dtype} against fp64, normal numbers", style="bold"))
+    print_table(console, table)
+    console.print(Text("The ring's grows as √ranks; two-shot adds in fp32 in one place and rounds once.", style="dim"))
