@@ -1,6 +1,6 @@
 """Predictions against measurements that others published, by source, beside what a simpler model would say.
 
-    python benchmarks/comm_accuracy.py [training|gemm|serving|memory …] [--rows] [--left-out]
+    python benchmarks/comm_accuracy.py [training|gemm|decode|prefill|memory …] [--rows] [--left-out]
 
 Each group (a source on one device in one kind of format) is calibrated on at most three of its rows, chosen by a rule
 that looks at no result: the smallest, median and largest number of GPUs (products: of operations). Errors are over all
@@ -24,9 +24,16 @@ Part = Callable[[], tuple[list[Prediction], list[LeftOut]]]
 
 def parts() -> dict[str, Part]:
     """Return what can be asked for."""
+    from comm_rows.gemm import predict_gemm
+    from comm_rows.serving import predict_decode, predict_prefill
     from comm_rows.training import predict_training
 
-    return {"training": predict_training}
+    return {
+        "training": predict_training,
+        "gemm": predict_gemm,
+        "decode": predict_decode,
+        "prefill": predict_prefill,
+    }
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -44,7 +51,9 @@ def main(arguments: Sequence[str]) -> None:
         print(path)
 
 
-def report(predictions: list[Prediction], left: list[LeftOut], *, show_rows: bool, show_left: bool) -> dict[str, object]:
+def report(
+    predictions: list[Prediction], left: list[LeftOut], *, show_rows: bool, show_left: bool
+) -> dict[str, object]:
     """Print errors by group and altogether; return them."""
     groups: dict[str, list[Prediction]] = defaultdict(list)
     for prediction in predictions:
@@ -57,7 +66,9 @@ def report(predictions: list[Prediction], left: list[LeftOut], *, show_rows: boo
     if show_rows:
         for found in sorted(predictions, key=lambda p: (p.group, p.row)):
             mark = "calibrated" if found.is_calibration else ""
-            print(f"    {found.row:12} {found.group:40} {found.measured:10.4g} {found.predicted:10.4g} {found.error:+7.1%} {mark}")
+            print(
+                f"    {found.row:12} {found.group:40} {found.measured:10.4g} {found.predicted:10.4g} {found.error:+7.1%} {mark}"
+            )
     reasons = Counter(entry.reason for entry in left)
     print(f"  left out: {len(left)}")
     for reason, count in reasons.most_common():

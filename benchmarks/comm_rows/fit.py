@@ -16,6 +16,7 @@ from bitwright.parallel.job import TYPICAL
 _ROW_WIDTH = 0.05
 #: Factor → how far from 1 it may be before it is not believed (of its logarithm).
 WIDTHS = {"compute": 0.5, "attention": 0.4, "node": 0.1, "link": 0.6}
+#: Where a factor of a whole step is believed to be; those of single products are 1.
 _CENTRES = {"compute": math.log(TYPICAL.compute)}
 
 
@@ -29,18 +30,19 @@ def fit_factors(
         measured: seconds of the rows.
         widths: factors and their widths; None: `WIDTHS`.
     """
+    centres = _CENTRES if widths is None else {}
     widths = WIDTHS if widths is None else widths
-    best = {name: _CENTRES.get(name, 0.0) for name in widths}
+    best = {name: centres.get(name, 0.0) for name in widths}
     if not measured:
         return {name: math.exp(value) for name, value in best.items()}
-    loss = _loss(predict, measured, best, widths)
+    loss = _loss(predict, measured, best, widths, centres)
     step = 0.5
     while step > 0.01:
         moved = False
         for name in widths:
             for sign in (1, -1):
                 point = {**best, name: best[name] + sign * step}
-                found = _loss(predict, measured, point, widths)
+                found = _loss(predict, measured, point, widths, centres)
                 if found < loss:
                     best, loss, moved = point, found, True
         if not moved:
@@ -53,7 +55,8 @@ def _loss(
     measured: Sequence[float],
     point: dict[str, float],
     widths: dict[str, float],
+    centres: dict[str, float],
 ) -> float:
     factors = {name: math.exp(value) for name, value in point.items()}
     rows = sum((math.log(predict(index, factors) / value) / _ROW_WIDTH) ** 2 for index, value in enumerate(measured))
-    return rows + sum(((point[name] - _CENTRES.get(name, 0.0)) / width) ** 2 for name, width in widths.items())
+    return rows + sum(((point[name] - centres.get(name, 0.0)) / width) ** 2 for name, width in widths.items())

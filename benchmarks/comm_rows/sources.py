@@ -40,14 +40,14 @@ class SourceFacts:
 
 #: First part of a row's id → facts.
 SOURCES: dict[str, SourceFacts] = {
-    "llmf": SourceFacts(title="llm-foundry", software=replace(_EAGER, attention_speed=0.5), link_gb_per_s=45.0, gradient_bits=16, zero=3),
+    "llmf": SourceFacts(
+        title="llm-foundry", software=replace(_EAGER, attention_speed=0.5), link_gb_per_s=45.0, gradient_bits=16, zero=3
+    ),
     "tt": SourceFacts(title="torchtitan", software=_COMPILED, link_gb_per_s=45.0, is_sequence_parallel=True, zero=3),
     "ao": SourceFacts(title="torchao", software=_COMPILED, link_gb_per_s=45.0, zero=3),
     "pt": SourceFacts(title="PyTorch", software=_COMPILED, link_gb_per_s=45.0, zero=3),
     "fms": SourceFacts(title="fms-fsdp", software=_COMPILED, link_gb_per_s=5.6, gradient_bits=16, zero=3),
-    "ds": SourceFacts(
-        title="DeepSpeed", software=_EAGER, link_gb_per_s=22.0, gradient_bits=16, zero=3
-    ),
+    "ds": SourceFacts(title="DeepSpeed", software=_EAGER, link_gb_per_s=22.0, gradient_bits=16, zero=3),
     "mlm": SourceFacts(title="Megatron-LM", software=_FUSED, link_gb_per_s=22.0),
     "mlmh": SourceFacts(
         title="Megatron-LM", software=_OVERLAPPED, link_gb_per_s=45.0, is_sequence_parallel=True, zero=1
@@ -55,7 +55,9 @@ SOURCES: dict[str, SourceFacts] = {
     "kor": SourceFacts(
         title="Megatron-LM, Korthikanti", software=replace(_FUSED, attention="stored"), link_gb_per_s=22.0
     ),
-    "mb": SourceFacts(title="Megatron-Bridge", software=_OVERLAPPED, link_gb_per_s=45.0, is_sequence_parallel=True, zero=1),
+    "mb": SourceFacts(
+        title="Megatron-Bridge", software=_OVERLAPPED, link_gb_per_s=45.0, is_sequence_parallel=True, zero=1
+    ),
     "bloom": SourceFacts(
         title="BLOOM",
         software=Software(
@@ -70,9 +72,7 @@ SOURCES: dict[str, SourceFacts] = {
     ),
     "nt": SourceFacts(
         title="nanotron",
-        software=Software(
-            elementwise_passes=2.0, overlaps_parameters=False, overlaps_pipeline=False
-        ),
+        software=Software(elementwise_passes=2.0, overlaps_parameters=False, overlaps_pipeline=False),
         link_gb_per_s=45.0,
         is_sequence_parallel=True,
     ),

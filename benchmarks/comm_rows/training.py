@@ -187,7 +187,11 @@ def _predict_group(group: str, rows: list[dict[str, Any]]) -> list[Prediction]:
     tuning = Tuning(**factors)
     shares = [_ideal_s(row["job"]) / row["seconds"] for row in chosen]
     share = math.exp(sum(map(math.log, shares)) / len(shares)) if shares else 0.4
-    print(f"  {group}: {len(rows)} rows, " + ", ".join(f"{n} × {v:.2f}" for n, v in factors.items()) + f", constant {share:.3f}")
+    print(
+        f"  {group}: {len(rows)} rows, "
+        + ", ".join(f"{n} × {v:.2f}" for n, v in factors.items())
+        + f", constant {share:.3f}"
+    )
     return [
         Prediction(
             row=row["id"],

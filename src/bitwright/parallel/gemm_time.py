@@ -7,7 +7,7 @@ waves, and the last one may be nearly empty. Along k the sum may be split over `
     moving      (m·k·bₓ + n·k·b_w + m·n·b_y + half_bytes) / (memory_share · bandwidth)
     time        launch + (computing^p + moving^p)^(1/p)
 
-and the library takes the tile that is least. `k₀` columns are what filling and draining a tile costs; `p` says how far
+and the library takes the tile that is least; up to 16 rows it may take none (a kernel of vectors). `k₀` columns are what filling and draining a tile costs; `p` says how far
 moving hides behind computing. Bytes that a transfer needs to reach half of the bandwidth are a constant added to it.
 
 One fixed share of the peak misses by 13 % on published products of an H100 with more than 512 rows, and by 21 to 27 %
@@ -40,6 +40,9 @@ TILES: tuple[tuple[int, int, float], ...] = (
     (64, 128, 0.8),
     (64, 64, 0.6),
 )
+#: Up to so many rows there are kernels without tiles, which multiply outside matrix units at this share of their rate.
+VECTOR_ROWS = 16
+VECTOR_SHARE = 0.25
 #: Over how many processors a sum may be split.
 SPLITS = (1, 2, 4, 8)
 
@@ -69,6 +72,7 @@ def gemm_time(
     w_bits: float | None = None,
     y_bits: float = 16.0,
     count: int = 1,
+    splits: tuple[int, ...] = SPLITS,
 ) -> GemmTime:
     """Return the predicted time of ``y[m, n] = x[m, k] · w[n, k]ᵀ``.
 
@@ -79,6 +83,8 @@ def gemm_time(
         x_bits, w_bits: stored bits of a number of each operand; None: those of the format.
         y_bits: of the result.
         count: products of that shape in one kernel (experts, heads); their tiles share the waves.
+        splits: over how many processors the kernel may split a sum; (1,) for one that never does, and has no kernel
+            without tiles either.
 
     Raises:
         HardwareError: a size is not positive, or the device has no matrix unit that holds the format.
@@ -94,8 +100,11 @@ def gemm_time(
     compute_s, tile = min(
         (_tiled_time(efficiency, rate, bandwidth, (m, n, k, count), shape, split), (*shape[:2], split))
         for shape in TILES
-        for split in SPLITS
+        for split in splits
     )
+    if m <= VECTOR_ROWS and len(splits) > 1:
+        vectors = 2 * m * n * k * count / (rate * efficiency.num_units * VECTOR_SHARE)
+        compute_s, tile = min((compute_s, tile), (vectors, (m, 1, 1)))
     power = efficiency.sharpness
     return GemmTime(
         seconds=efficiency.launch_s + (compute_s**power + memory_s**power) ** (1 / power),

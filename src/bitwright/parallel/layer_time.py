@@ -173,9 +173,7 @@ def _mixed(
     bits = job.numerics.activation_bits if y_bits is None else y_bits
 
     def one(name: str) -> float:
-        time = gemm_time(
-            job.device, job.efficiency, m=m, n=n, k=k, count=count, format=name, y_bits=bits
-        )
+        time = gemm_time(job.device, job.efficiency, m=m, n=n, k=k, count=count, format=name, y_bits=bits)
         return time.seconds
 
     low = one(format) if share else 0.0

@@ -56,7 +56,9 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave"):
             if getattr(self, name) < 1:
-                raise ParallelError(f"{name} is {getattr(self, name)}; every size of a layout is at least 1: correct it")
+                raise ParallelError(
+                    f"{name} is {getattr(self, name)}; every size of a layout is at least 1: correct it"
+                )
         if self.zero not in (0, 1, 2, 3):
             raise ParallelError(f"zero is {self.zero}; there are stages 0 (nothing is shared), 1, 2 and 3 (FSDP)")
         for name, value, known in (
@@ -66,7 +68,9 @@ class Layout:
             if value not in known:
                 raise ParallelError(f"{name} is {value!r}; there are {', '.join(known)}")
         if self.zero_group and self.dp % self.zero_group:
-            raise ParallelError(f"zero_group {self.zero_group} does not divide dp {self.dp}; give a divisor, or 0 for all")
+            raise ParallelError(
+                f"zero_group {self.zero_group} does not divide dp {self.dp}; give a divisor, or 0 for all"
+            )
 
     @property
     def num_gpus(self) -> int:

@@ -86,7 +86,11 @@ class TwoLevelNetwork:
         else:
             sent = _FACTORS[operation](nodes) * num_bytes / inside
         across = sent / (self.link_gb_per_s * 1e9) * ramp
-        hops = math.ceil(math.log2(nodes)) if operation == "all_reduce" else min(nodes - 1, 4 * math.ceil(math.log2(nodes)))
+        hops = (
+            math.ceil(math.log2(nodes))
+            if operation == "all_reduce"
+            else min(nodes - 1, 4 * math.ceil(math.log2(nodes)))
+        )
         return self.launch_s + doubled * hops * self.link_latency_s + max(within, across)
 
 

@@ -60,7 +60,9 @@ class StepTime:
     @property
     def bottleneck(self) -> str:
         """The part that takes longest beside the model's own products, which have to be."""
-        return max((name for name in self.parts if name not in ("linear", "attention", "head")), key=self.parts.__getitem__)
+        return max(
+            (name for name in self.parts if name not in ("linear", "attention", "head")), key=self.parts.__getitem__
+        )
 
 
 def step_time(job: Job) -> StepTime:
@@ -161,7 +163,9 @@ def shard_parameters(job: Job) -> tuple[float, float]:
     ends = (shape.embedding_weights + shape.head_weights) / min(2, layout.pp)
     experts = 0.0
     if shape.num_experts > 1:
-        experts = shape.num_layers * shape.num_experts * (2 + shape.is_gated) * shape.hidden_size * shape.intermediate_size
+        experts = (
+            shape.num_layers * shape.num_experts * (2 + shape.is_gated) * shape.hidden_size * shape.intermediate_size
+        )
     rest = (shape.linear_weights + shape.other_parameters - experts) / layout.pp + ends
     return rest / layout.tp, experts / layout.pp / layout.tp / layout.ep
 
@@ -192,9 +196,7 @@ def _data_parallel_s(job: Job, forward: PassTime, backward: PassTime, layers: in
     return total
 
 
-def _sharded_s(
-    job: Job, parameters: float, ranks: int, forward: PassTime, backward: PassTime, layers: int
-) -> float:
+def _sharded_s(job: Job, parameters: float, ranks: int, forward: PassTime, backward: PassTime, layers: int) -> float:
     layout, numerics, software = job.layout, job.numerics, job.software
     stride = layout.tp * (layout.dp * layout.cp // ranks)
     held, summed = parameters * numerics.parameter_bits / 8, parameters * numerics.gradient_bits / 8
@@ -207,9 +209,7 @@ def _sharded_s(
     if layout.zero == 3:
         gather, scatter = cost("all_gather", held / layers, group), cost("reduce_scatter", summed / layers, group)
         if software.overlaps_parameters:
-            each = fsdp_exposed_s(
-                forward.seconds, backward.seconds, gather, scatter, layers, job.efficiency.contention
-            )
+            each = fsdp_exposed_s(forward.seconds, backward.seconds, gather, scatter, layers, job.efficiency.contention)
         else:
             each = layers * (2 * gather + scatter)
         across = cost("all_reduce", summed / group, copies, stride * group) if copies > 1 else 0.0
