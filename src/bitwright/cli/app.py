@@ -32,6 +32,7 @@ from bitwright.cli import (
     schemes,
     show,
     train,
+    train_plan,
     train_policies,
     train_run,
     verify,
@@ -102,6 +103,7 @@ def _create_train_app() -> typer.Typer:
     app = typer.Typer(cls=train.TrainGroup, rich_markup_mode=None)
     app.callback()(train.train_command)
     app.command(train.RUN, cls=PlainCommand)(train_run.train_run_command)
+    app.command("plan", cls=PlainCommand)(train_plan.plan_command)
     app.command("policies", cls=PlainCommand)(train_policies.policies_command)
     return app
 
