@@ -7,7 +7,8 @@
 A step is forward pass, loss, backward pass of SmolLM2-135M under torch.autocast in bf16 with fp32 weights, and AdamW:
 `bf16` is that and nothing else; a recipe has its products installed in all linear layers but the head, and ends its
 step. Every recipe runs on one and the same model, installed before its turn and removed after it, outside its time. The
-turns of all of them go round (`timing.in_turn` explains why); times are those of this process on all its threads.
+turns of all of them go round (`timing.in_turn` explains why). Seconds are those of the clock; the ratio of processor
+seconds is filed beside it, which others that are at work disturb less.
 
 Besides: bytes that a step keeps for its backward pass, and how much longer the backward pass takes than the forward
 pass. Results go to benchmarks/results/training-products.json, with machine and versions. Run it on an otherwise idle
@@ -56,7 +57,7 @@ class Step:
     """Training steps of one model on fixed tokens."""
 
     def __init__(self, sequences: int, length: int) -> None:
-        self.model: Any = load("demo").model.train()
+        self.model: Any = load("demo").model.train().requires_grad_(True)
         vocabulary = self.model.config.vocab_size
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(vocabulary, (sequences, length), generator=generator)
@@ -72,9 +73,9 @@ class Step:
             if isinstance(module, nn.Linear) and module is not head
         }
 
-    def run(self, installed: InstalledProducts | None) -> tuple[float, float, float]:
-        """Seconds of forward pass, backward pass and optimizer."""
-        started = time.perf_counter()
+    def run(self, installed: InstalledProducts | None) -> tuple[float, float, float, float]:
+        """Seconds of forward pass, backward pass and optimizer, and processor seconds of all."""
+        started, processor = time.perf_counter(), time.process_time()
         with torch.autocast("cpu", torch.bfloat16):
             loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
         forward = time.perf_counter()
@@ -84,7 +85,8 @@ class Step:
         self.optimizer.zero_grad()
         if installed is not None:
             installed.end_step()
-        return forward - started, backward - forward, time.perf_counter() - backward
+        ended = time.perf_counter()
+        return forward - started, backward - forward, ended - backward, time.process_time() - processor
 
     def count_kept(self) -> int:
         """Bytes of tensors that a forward pass keeps for the backward pass, parameters left out; each storage once."""
@@ -127,7 +129,7 @@ def measure(names: list[str], sequences: int, length: int, turns: int) -> dict[s
     """Medians over the turns, and their ratios to bf16."""
     step = Step(sequences, length)
     states: dict[str, dict[str, Any]] = {name: {} for name in names}
-    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
+    times: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in names}
     kept: dict[str, int] = {}
     for turn in range(-2, turns):
         for name in names:
@@ -137,12 +139,13 @@ def measure(names: list[str], sequences: int, length: int, turns: int) -> dict[s
                 taken = step.run(installed)
             if turn >= 0:
                 times[name].append(taken)
-            print(f"{turn:3} {name:22} {sum(taken):7.3f} s", flush=True)
+            print(f"{turn:3} {name:22} {sum(taken[:3]):7.3f} s, {taken[3]:7.3f} processor s", flush=True)
     found = {}
     for name in names:
-        totals = [sum(taken) for taken in times[name]]
-        ratios = [total / sum(bf16) for total, bf16 in zip(totals, times["bf16"], strict=True)]
-        forward, backward, update = (statistics.median(part) for part in zip(*times[name], strict=True))
+        totals = [sum(taken[:3]) for taken in times[name]]
+        ratios = [total / sum(bf16[:3]) for total, bf16 in zip(totals, times["bf16"], strict=True)]
+        of_processor = [taken[3] / bf16[3] for taken, bf16 in zip(times[name], times["bf16"], strict=True)]
+        forward, backward, update, processor = (statistics.median(part) for part in zip(*times[name], strict=True))
         found[name] = {
             "step_s": statistics.median(totals),
             "min_s": min(totals),
@@ -150,6 +153,8 @@ def measure(names: list[str], sequences: int, length: int, turns: int) -> dict[s
             "forward_s": forward,
             "backward_s": backward,
             "update_s": update,
+            "processor_s": processor,
+            "processor_ratio_to_bf16": statistics.median(of_processor),
             "ratio_to_bf16": statistics.median(ratios),
             "ratio_min": min(ratios),
             "ratio_max": max(ratios),
@@ -177,7 +182,8 @@ def main() -> None:
         limit = f"  (limit {LIMIT})" if name.startswith("fp8-hybrid") else ""
         print(
             f"{name:22} {row['step_s']:7.3f} s  ×{row['ratio_to_bf16']:.2f} of bf16 "
-            f"[{row['ratio_min']:.2f}, {row['ratio_max']:.2f}]{limit}  forward {row['forward_s']:.3f} "
+            f"[{row['ratio_min']:.2f}, {row['ratio_max']:.2f}]{limit}, CPU ×{row['processor_ratio_to_bf16']:.2f}  "
+            f"forward {row['forward_s']:.3f} "
             f"backward {row['backward_s']:.3f}  keeps {row['kept_bytes'] / 2**20:.0f} MiB"
         )
     if options.quick:

@@ -1,10 +1,11 @@
 """Quantisation on the CPU at the speed of memory: Numba kernels behind the interface of `backends`.
 
     elementwise   numbers by themselves, to nearest even
-    modes         the same in every rounding mode
+    modes         the same in every rounding mode without random bits
+    stochastic    the same with random bits, of groups under a scale too
     tiles         groups under a scale: found on the way, or known
     packing       codes as bits, and back
-    operands      codes for products of codes, in any rounding mode
+    operands      codes for products of codes
     matrices      which of these writes a matrix
     steps, rounding, lanes    what those are made of: blocks of numbers as LLVM vectors
     grids, scales, arrays     what kernels are given: formats, rules and scales, and tensors
@@ -21,8 +22,9 @@ from torch import Tensor
 
 from bitwright import formats
 from bitwright.formats import FloatFormat, Format
+from bitwright.formats.round import find_mode
 from bitwright.quantize.backends import torch as torch_backend
-from bitwright.quantize.backends.cpu import elementwise, modes, packing, tiles
+from bitwright.quantize.backends.cpu import elementwise, modes, packing, stochastic, tiles
 from bitwright.quantize.backends.cpu.arrays import (
     ARRAY_DTYPES,
     array_of,
@@ -91,7 +93,7 @@ def round_values(
 ) -> Tensor:
     """Round to a format; `why_not_round` must have said None. Arguments: see `backends`."""
     if rounding != "nearest_even" or why_no_grid(number, overflow) is not None:
-        return _round_by_mode(x, number, modes.mode_grid(number, overflow), MODES[rounding], seed, random_bits, out)
+        return _round_by_mode(x, modes.mode_grid(number, overflow), rounding, seed, random_bits, out)
     source = x.detach().contiguous()
     target = target_for(source, out)
     grid = grid_of_format(number, overflow)
@@ -104,14 +106,17 @@ def round_values(
 
 
 def _round_by_mode(
-    x: Tensor, number: Format, grid: modes.ModeGrid, mode: int, seed: int, random_bits: int, out: Tensor | None
+    x: Tensor, grid: modes.ModeGrid, rounding: str, seed: int, random_bits: int, out: Tensor | None
 ) -> Tensor:
     """Any rounding mode: fp32 arithmetic, narrowed to the dtype of `x` at the end."""
     source = x.detach().float().contiguous()
     target = target_for(source, out if x.dtype == torch.float32 else None)
-    arguments = (grid, mode, np.uint64(seed), random_bits)
     arrays = (array_of(source), array_of(target))
-    run_whole(modes.round_modes, modes.round_modes_parallel, arrays, source.numel(), arguments)
+    if find_mode(rounding).needs_seed:
+        drawn = (grid, np.uint64(seed), random_bits)
+        run_whole(stochastic.round_stochastic, stochastic.round_stochastic_parallel, arrays, source.numel(), drawn)
+    else:
+        run_whole(modes.round_modes, modes.round_modes_parallel, arrays, source.numel(), (grid, MODES[rounding]))
     if x.dtype == torch.float32:
         return finished(target, x, out)
     return target.to(x.dtype) if out is None else out.copy_(target)

@@ -5,7 +5,7 @@ fp32 and bf16 go in; fp16 goes by fp32. Scales are found as ever; what is writte
     the codes                 one scale a tensor or a row, which stays outside
     codes times scales        groups under powers of two: what `tiles` calls values, exact in bf16
     codes, then times scales  E2M1 under E4M3 scales: exact in bf16 too, in a second pass
-    codes in fp32             every other rounding than to nearest even (`modes`), narrowed afterwards
+    codes in fp32             stochastic rounding, narrowed afterwards; other roundings go by `quantize`
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from bitwright import formats
 from bitwright.formats import Format
-from bitwright.formats.round import MAX_RANDOM_BITS
-from bitwright.quantize.backends.cpu import modes, tiles
+from bitwright.formats.round import MAX_RANDOM_BITS, find_mode
+from bitwright.quantize.backends.cpu import stochastic, tiles
 from bitwright.quantize.backends.cpu.arrays import array_of, new_memory, run_rows, run_whole, streams_to
 from bitwright.quantize.backends.cpu.matrices import quantize_into
-from bitwright.quantize.backends.cpu.modes import MODES, why_no_mode
+from bitwright.quantize.backends.cpu.modes import mode_grid, why_no_mode
 from bitwright.quantize.backends.cpu.scales import find_scales_of, grid_of_format
 from bitwright.quantize.operand import Operand, folds_in_bf16, operand_dtype, operand_of
 from bitwright.quantize.qtensor import QTensor
@@ -34,9 +34,9 @@ def operand(x_NK: Tensor, scheme: TensorScheme, *, rounding: str = "nearest_even
     assert scaling is not None
     source = _source(x_NK)
     if rounding != "nearest_even":
-        if why_no_mode(number) is not None or seed is None:
-            return operand_of(quantize(x_NK, scheme, rounding=rounding, seed=seed))
-        return operand_of(_quantize_by_mode(source.float(), scheme, rounding, seed))
+        if find_mode(rounding).needs_seed and seed is not None and why_no_mode(number) is None:
+            return operand_of(_quantize_stochastically(source.float(), scheme, seed))
+        return operand_of(quantize(x_NK, scheme, rounding=rounding, seed=seed))
     is_outside = scaling.granularity.scope in ("tensor", "row")
     dtype = operand_dtype(number)
     target = new_memory(source.shape, dtype)
@@ -65,16 +65,16 @@ def _source(x: Tensor) -> Tensor:
     return contiguous.float() if contiguous.dtype == torch.float16 else contiguous
 
 
-def _quantize_by_mode(source: Tensor, scheme: TensorScheme, rounding: str, seed: int) -> QTensor:
-    """Codes in any rounding mode, under scales that are found first."""
+def _quantize_stochastically(source: Tensor, scheme: TensorScheme, seed: int) -> QTensor:
+    """Codes by random bits, under scales that are found first."""
     assert scheme.scaling is not None
     rows, columns = source.shape
     granularity = scheme.scaling.granularity
     scales = find_scales_of(source, scheme)
     codes = new_memory(source.shape, torch.float32)
-    grid = modes.mode_grid(formats.FORMATS[scheme.format], "saturate")
+    grid = mode_grid(formats.FORMATS[scheme.format], "saturate")
     size, block_rows = granularity.group_columns(columns), granularity.group_rows(rows)
     arrays = (array_of(source), array_of(codes), scales.effective[..., 0].contiguous().numpy())
-    arguments = (columns, size, block_rows, grid, MODES[rounding], np.uint64(seed), MAX_RANDOM_BITS)
-    run_rows(modes.scale_modes, modes.scale_modes_parallel, arrays, rows, arguments, source.numel())
+    arguments = (columns, size, block_rows, grid, np.uint64(seed), MAX_RANDOM_BITS)
+    run_rows(stochastic.scale_stochastic, stochastic.scale_stochastic_parallel, arrays, rows, arguments, source.numel())
     return QTensor(scheme=scheme, codes_NK=codes, scales_NG=scales.scale[..., 0], tensor_scale=scales.tensor_scale)
