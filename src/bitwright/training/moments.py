@@ -42,7 +42,16 @@ _SMALLEST_FP16 = 2.0**-24
 
 def find_scales(runs: list[Tensor]) -> Tensor:
     """Powers of two, fp32 [runs], under which each run's amax is below 2^15; 1 where it is 0 or not finite."""
-    amax = torch.stack(torch._foreach_norm(runs, torch.inf))
+    return _scales(*_extremes(runs))
+
+
+def _extremes(runs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    lowest, largest = zip(*(torch.aminmax(run) for run in runs), strict=True)
+    return torch.stack(lowest), torch.stack(largest)
+
+
+def _scales(lowest: Tensor, largest: Tensor) -> Tensor:
+    amax = torch.maximum(-lowest, largest)
     exponent = torch.frexp(amax).exponent - _TOP_EXPONENT
     scales = torch.ldexp(torch.ones_like(amax), exponent.clamp(min=_LEAST_EXPONENT))
     return torch.where((amax > 0) & torch.isfinite(amax), scales, 1.0)
@@ -62,11 +71,11 @@ def round_runs(flat: Tensor, runs: list[Tensor], format: str, rounding: str, see
     """
     scales = None
     if format == "fp16":
-        scales = find_scales(runs)
-        for run, scale in zip(runs, scales.unbind(), strict=True):
+        lowest, largest = _extremes(runs)
+        scales = _scales(lowest, largest)
+        for run, scale, low in zip(runs, scales.unbind(), lowest.unbind(), strict=True):
             run.mul_(1 / scale)
-            if bool(run.amin() >= 0):
-                run.masked_fill_((run > 0) & (run < _SMALLEST_FP16), _SMALLEST_FP16)
+            run.masked_fill_((run > 0) & (run < _SMALLEST_FP16) & (low >= 0), _SMALLEST_FP16)
     if format != "fp32":
         round_values(flat, format, rounding, seed)
     return scales

@@ -3,10 +3,10 @@
 A batch of at most `BATCH_ELEMENTS` elements has fp32 stand-ins for its parameters, gradients and moments, and is stored
 before the next one is begun. So the memory that a step takes beside the model does not grow with the model:
 
-    4 (parameter) + 4 (gradient, unless it is fp32) + 4 (each moment, unless it is fp32) bytes · BATCH_ELEMENTS,
+    4 (parameter) + 4 (gradient, unless it is fp32) + 4 (each moment, unless it is fp32) + 4 (one of them, rounded)
 
-and what the optimizer itself takes for as many elements: 32 Mi elements are 0.5 GiB for Adam on bf16 gradients and
-moments. Where a parameter is cut depends on its own length alone.
+bytes · BATCH_ELEMENTS, and what the optimizer itself takes for as many elements. For AdamW on bf16 gradients and
+moments those are 640 MiB, with fp32 moments 256 MiB. Where a parameter is cut depends on its own length alone.
 """
 
 from __future__ import annotations

@@ -44,15 +44,19 @@ from bitwright.training.update import UPDATES, UpdateRule
 _FORMATS: Mapping[torch.dtype, str] = {dtype: name for name, dtype in MOMENT_DTYPES.items()}
 
 
-def why_not_update(optimizer: Any, rule: UpdateRule, moments: str = "fp32") -> str | None:
+def why_not_update(
+    optimizer: Any, rule: UpdateRule, moments: str = "fp32", *, cast_to: str | None = None
+) -> str | None:
     """Return why an optimizer cannot be stepped under a rule, or None if it can.
 
     Args:
         optimizer: its parameters decide: fp32 ones with fp32 moments are stepped by any optimizer.
         rule: how parameters are stored.
         moments: format that moments are kept in.
+        cast_to: format that some parameters are still to be cast to.
     """
     found = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+    found |= set() if cast_to is None else {MOMENT_DTYPES[cast_to]}
     is_wide = found <= {torch.float32, torch.float64} and moments == "fp32"
     for dtype in sorted(found, key=str):
         if _FORMATS.get(dtype) not in rule.parameters and not is_wide:
