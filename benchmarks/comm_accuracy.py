@@ -25,6 +25,7 @@ Part = Callable[[], tuple[list[Prediction], list[LeftOut]]]
 def parts() -> dict[str, Part]:
     """Return what can be asked for."""
     from comm_rows.gemm import predict_gemm
+    from comm_rows.memory import predict_memory
     from comm_rows.serving import predict_decode, predict_prefill
     from comm_rows.training import predict_training
 
@@ -33,6 +34,7 @@ def parts() -> dict[str, Part]:
         "gemm": predict_gemm,
         "decode": predict_decode,
         "prefill": predict_prefill,
+        "memory": predict_memory,
     }
 
 

@@ -103,7 +103,7 @@ def device_of(name: str) -> tuple[Device, Efficiency, int, float] | None:
         if name.startswith(start):
             device, record = find_device(known)
             if bandwidth is not None:
-                device = replace(device, memory_gb_per_s=bandwidth)
+                device = replace(device, memory_gb_per_s=bandwidth, memory_bytes=95 * 2**30)
             return device, record, per_node, inside
     return None
 

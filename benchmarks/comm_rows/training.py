@@ -102,7 +102,7 @@ def find_layout(row: dict[str, Any], zero: int, is_sequence_parallel: bool) -> L
     stage = given.get("zero", zero)
     if row["id"].startswith("mb") and given.get("fsdp", 0) > 1:
         stage = 3
-    if pp > 1 and stage > 1:
+    if pp > 1 and stage == 2:
         stage = 1
     micro = row.get("micro_batch")
     if micro is None:
@@ -114,6 +114,8 @@ def find_layout(row: dict[str, Any], zero: int, is_sequence_parallel: bool) -> L
         micro = max(1, micro // pp)
     recompute = str(row.get("recompute", "none"))
     recompute = "full" if recompute == "full" else "selective" if recompute.startswith("selective") else "none"
+    if recompute == "selective" and row["id"].startswith(("tt", "ao")):
+        recompute = "operations"
     strategy = str(given.get("strategy", ""))
     return Layout(
         dp=dp,

@@ -141,7 +141,12 @@ def backward_time(job: Job) -> PassTime:
     if job.layout.recompute == "none":
         return found
     again = forward_time(job)
-    return found + (again if job.layout.recompute == "full" else PassTime(attention=again.attention))
+    repeated = {
+        "selective": PassTime(attention=again.attention),
+        "operations": PassTime(linear=again.linear / 2, elementwise=again.elementwise, quantize=again.quantize / 2),
+        "full": again,
+    }
+    return found + repeated[job.layout.recompute]
 
 
 def attention_time(job: Job, *, is_backward: bool) -> float:

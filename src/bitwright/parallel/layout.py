@@ -20,7 +20,9 @@ from typing import Literal, get_args
 from bitwright.errors import ParallelError
 from bitwright.hardware.model_shape import ModelShape
 
-Recompute = Literal["none", "selective", "full"]
+#: selective: scores of attention are computed again; operations: everything but attention and every other product;
+#: full: whole layers, from their inputs.
+Recompute = Literal["none", "selective", "operations", "full"]
 #: gpipe: all forward passes, then all backward ones; 1f1b: one of each in turn; zero-bubble: gradients of weights fill
 #: the bubbles (ZB-H1, ZBV).
 Schedule = Literal["gpipe", "1f1b", "zero-bubble", "zero-bubble-v"]
@@ -127,8 +129,10 @@ def why_not(layout: Layout, shape: ModelShape, *, sequence: int, num_gpus: int, 
         return f"ep {layout.ep} does not divide {shape.num_experts} experts"
     if layout.ep > 1 and (layout.dp * layout.cp) % layout.ep:
         return f"ep {layout.ep} does not divide the dp × cp = {layout.dp * layout.cp} GPUs that it is dealt out over"
-    if layout.zero >= 2 and layout.pp > 1:
-        return f"zero {layout.zero} with a pipeline gathers every stage for every micro-batch; take zero 1 with pp"
+    if layout.zero == 2 and layout.pp > 1:
+        return (
+            "zero 2 with a pipeline would divide gradients that every micro-batch adds to; take zero 1, or 3, with pp"
+        )
     if global_batch % (layout.dp * layout.micro_batch):
         return f"dp {layout.dp} × micro-batch {layout.micro_batch} does not divide {global_batch} sequences"
     micro_batches = global_batch // (layout.dp * layout.micro_batch)

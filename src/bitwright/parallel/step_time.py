@@ -3,7 +3,8 @@
     a stage's micro-batch    layers · (forward + backward), the head on the last stage
     pipeline                 m · slowest stage + bubble + what passing activations on exposes
     bubble                   (all stages - slowest) / interleave; a third of that for ZB-H1, a sixth for ZBV
-    data parallel            FSDP: both passes of every micro-batch; else once a step, behind the last backward pass
+    data parallel            FSDP: both passes of every micro-batch; else, and with a pipeline, once a step, behind the
+                             last backward pass
     optimizer                30 bytes a parameter that the GPU updates (Adam: read 4 numbers of 4 bytes, write 3 and a
                              16-bit copy)
 
@@ -206,7 +207,7 @@ def _sharded_s(job: Job, parameters: float, ranks: int, forward: PassTime, backw
         return job.tuned_network.seconds(operation, num_bytes, ranks=over, stride=apart)
 
     copies = ranks // group
-    if layout.zero == 3:
+    if layout.zero == 3 and layout.pp == 1:
         gather, scatter = cost("all_gather", held / layers, group), cost("reduce_scatter", summed / layers, group)
         if software.overlaps_parameters:
             each = fsdp_exposed_s(forward.seconds, backward.seconds, gather, scatter, layers, job.efficiency.contention)
