@@ -146,9 +146,9 @@ def plot(points: Points, rows: list[dict[str, Any]]) -> None:
         lost = max(100 * row["lost_gradients"], 1e-4)
         right.plot(lost, place, "o", color=colour)
     left.set_yticks(range(len(names)), names)
-    left.set(xlabel="runs that failed", xlim=(0, SEEDS * len(SETUPS)))
+    left.set(xlabel="runs that failed", xlim=(0, SEEDS * len(SETUPS)), xticks=range(0, SEEDS * len(SETUPS) + 1, 4))
     right.set_yticks(range(len(names)), [""] * len(names))
-    right.set(xlabel="gradients of outputs flushed to zero (%)", xscale="log", xlim=(8e-5, 100))
+    right.set(xlabel="gradients of outputs flushed to zero (%); at the left edge: none", xscale="log", xlim=(8e-5, 100))
     drawing.save(figure, points.path.with_suffix(".svg"))
 
 

@@ -41,7 +41,7 @@ SETUPS = {
     "gpt2": (Setup(model="gpt2", steps=300, validation=256), 6),
     "llama": (Setup(model="llama", steps=300, validation=256), 6),
     "smollm2": (
-        Setup(model="smollm2", steps=10, batch=2, length=128, learning_rate=5e-5, warm_up=2, validation=32), 5
+        Setup(model="smollm2", steps=12, batch=2, length=128, learning_rate=2e-4, warm_up=2, validation=16), 5
     ),
 }  # fmt: skip
 

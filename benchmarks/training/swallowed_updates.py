@@ -3,7 +3,7 @@
     python benchmarks/training/swallowed_updates.py
 
     gpt2       a small GPT-2 from random weights, three seeds: bf16-pure (nearest), -sr, -kahan, against masters in fp32
-    smollm2    fine-tuning SmolLM2 at a learning rate of 2e-5, where an update is a ten-thousandth of its weight
+    smollm2    fine-tuning SmolLM2 at a learning rate of 5e-5, where an update is a thousandth of its weight
     decay      weights without a gradient under AdamW's decay, lr · λ = 1e-4, against (1 − lr · λ)^n
     average    an exponential average with β = 0.999 of a weight that has moved from 1 to 1.5
     moment     AdamW's second moment (β₂ = 0.999) after a burst of ten large gradients, and how far the weight gets then
@@ -35,7 +35,7 @@ SEEDS = 3
 SETUPS = {
     "gpt2": Setup(model="gpt2", steps=400, learning_rate=3e-4),
     "smollm2": Setup(
-        model="smollm2", steps=24, batch=2, length=128, learning_rate=2e-5, warm_up=2, validation=24, weight_decay=0.0
+        model="smollm2", steps=24, batch=2, length=128, learning_rate=5e-5, warm_up=2, validation=16, weight_decay=0.0
     ),
 }
 #: Steps of the three small experiments, and how often a number is noted.
