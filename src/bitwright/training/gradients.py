@@ -171,7 +171,7 @@ def _checked_slowly(
     """Tell gradients that are not finite from those whose squares are too large or too small for fp32."""
     # a finite norm is that of finite numbers; only the others are read again
     suspects = [i for i, norm in enumerate(norms) if not math.isfinite(norm)]
-    bad = next((i for i in suspects if not bool(torch.isfinite(gradients[i]).all())), None)
+    bad = next((i for i in suspects if not _is_finite(gradients[i])), None)
     is_bad = float(bad is not None)
     if reduction is not None:
         is_bad = _reduced(is_bad, gradients, reduction.max)
@@ -187,6 +187,11 @@ def _checked_slowly(
     if reduction is not None:
         squares = _reduced(squares, gradients, reduction.sum)
     return GradientCheck(norm=math.sqrt(squares), reason=None, parameter=None, num_gradients=len(gradients))
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    lowest, largest = torch.aminmax(gradient)  # both are NaN where one number is
+    return bool(torch.isfinite(lowest) & torch.isfinite(largest))
 
 
 def _reduced(value: float, gradients: list[Tensor], reduce: Callable[[Tensor], Tensor]) -> float:
