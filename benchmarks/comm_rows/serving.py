@@ -13,13 +13,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from bitwright.parallel.network import TwoLevelNetwork
 from bitwright.parallel.serving_time import ServingJob, decode_time, prefill_time
 
 from comm_rows.fit import fit_factors
 from comm_rows.read import LeftOut, Prediction, calibration_rows, read_rows
 from comm_rows.shapes import shape_of
-from comm_rows.sources import find_device
+from comm_rows.sources import find_device, network_of
 
 #: Device of a row, as it begins → device of the catalog or of `data/comm/devices`.
 _DEVICES = (
@@ -138,7 +137,7 @@ def _job(row: dict[str, Any], phase: str) -> dict[str, Any] | str | None:
         shape=shape,
         device=device,
         efficiency=record,
-        network=TwoLevelNetwork(node_gb_per_s=235, link_gb_per_s=22) if tp > 1 else None,
+        network=network_of("h100" if device.name.startswith("h100") else "a100", tp) if tp > 1 else None,
         tp=tp,
         weight_bits=bits,
         head_bits=head,

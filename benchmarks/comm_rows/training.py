@@ -53,9 +53,10 @@ def find_job(row: dict[str, Any]) -> tuple[Job, str] | str:
     known = device_of(row["device"])
     if known is None:
         return f"no figures for {row['device']}"
-    device, efficiency, per_node, inside = known
-    link = {"fms": 11.2 if row["device"].startswith("H100") else 5.6}.get(prefix)
-    network = network_of(facts, per_node, inside, link)
+    device, efficiency, topology = known
+    if prefix == "fms":
+        topology = "vela-h100" if row["device"].startswith("H100") else "vela-a100"
+    network = network_of(facts.topology or topology, row["gpus"])
     policy, kind = next(
         ((policy, kind) for start, policy, kind in _POLICIES if row["precision"].lower().startswith(start)), ("", "")
     )
@@ -223,8 +224,8 @@ def _roofline_s(job: Job) -> float:
     speed_up = peaks.get(job.numerics.forward, peaks.get("bf16", 1)) / (peaks.get("bf16") or peaks["fp16"])
     compute = _ideal_s(job) / speed_up * (4 / 3 if job.layout.recompute == "full" else 1)
     dense, experts = shard_parameters(job)
-    inside = job.layout.num_gpus <= job.network.gpus_per_node
-    bandwidth = job.network.node_gb_per_s if inside else job.network.link_gb_per_s  # type: ignore[attr-defined]
+    levels = job.network.topology.levels  # type: ignore[attr-defined]
+    bandwidth = levels[0 if job.layout.num_gpus <= job.network.gpus_per_node else 1].one_way_gb_per_s
     factor = 3 if job.layout.zero == 3 else 2
     moved = factor * (dense + experts) * job.numerics.gradient_bits / 8 if job.layout.dp > 1 else 0.0
     return max(compute, moved / (bandwidth * 1e9))

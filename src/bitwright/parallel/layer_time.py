@@ -237,7 +237,7 @@ def _context_parallel(job: Job, *, times: int) -> float:
     shape = job.shape
     columns = max(1, shape.num_kv_heads * shape.head_dim // job.layout.tp)
     num_bytes = 2 * job.tokens * columns * job.numerics.activation_bits / 8
-    hop = job.tuned_network.seconds("p2p", num_bytes, ranks=2, stride=job.layout.stride("cp"))
+    hop = job.tuned_network.seconds("send_recv", num_bytes, ranks=2, stride=job.layout.stride("cp"))
     covered = attention_time(job, is_backward=times > 1) / cp
     return times * (cp - 1) * max(0.0, hop - covered)
 

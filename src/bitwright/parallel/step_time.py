@@ -178,7 +178,7 @@ def _pipeline_s(job: Job, chunk_s: float) -> float:
         return 0.0
     num_bytes = job.tokens * job.shape.hidden_size * job.numerics.activation_bits / 8
     num_bytes /= layout.tp if layout.is_sequence_parallel else 1
-    hop = job.tuned_network.seconds("p2p", num_bytes, ranks=2, stride=layout.stride("pp"))
+    hop = job.tuned_network.seconds("send_recv", num_bytes, ranks=2, stride=layout.stride("pp"))
     passes = 2 * layout.interleave * job.num_micro_batches
     exposed = max(0.0, hop - chunk_s / 2) if job.software.overlaps_pipeline else hop
     return passes * exposed + 2 * (layout.pp - 1) * hop
