@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,13 @@ from tests.training.two_ranks import (
 
 from bitwright.errors import TrainingError, UnknownName
 from bitwright.training.checkpoint import load_checkpoint
+from bitwright.training.config import parse_config
 from bitwright.training.distributed import spread
+from bitwright.training.metrics_file import read_metrics
 from bitwright.training.ranks import Ranks
+from bitwright.training.trainer import train
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,10 +53,44 @@ TOLERANCES = {
 }
 
 
+CONFIG = """
+model = "{model}"
+out = "{out}"
+policy = "bf16-mixed"
+parallel = "fsdp2"
+device = "cpu"
+steps = 4
+batch = {batch}
+[data]
+train = "{text}"
+task = "chat"
+validation_share = 0.3
+sequence_length = 48
+[optimizer]
+lr = 1e-3
+[checkpoint]
+every_steps = 2
+"""
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations of different lengths, so that ranks have different numbers of tokens."""
+    file = tmp_path_factory.mktemp("talks") / "talks.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": f"{n}" * (1 + n)}]}
+        for n in range(10)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, make_tiny_folder: Callable[..., Path], talks: Path) -> Path:
     """What two processes wrote, all scenarios in one start."""
     folder = tmp_path_factory.mktemp("ranks")
+    config = CONFIG.format(model=make_tiny_folder("llama"), out=folder / "trained", batch=2, text=talks)
+    (folder / "train.toml").write_text(config)
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
@@ -132,6 +172,31 @@ def test_one_rank_s_inf_is_everybody_s(scenario: str, folder: Path) -> None:
 def test_resuming_is_not_having_stopped(scenario: str, folder: Path) -> None:
     for report in reports(folder, scenario):
         assert report["resumed"] == report["final"]
+
+
+def test_the_trainer_on_two_processes_is_that_on_one(
+    folder: Path, talks: Path, make_tiny_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Tokens count alike however they fall on ranks; the model is written whole, the metrics once."""
+    config = CONFIG.format(model=make_tiny_folder("llama"), out=tmp_path / "alone", batch=4, text=talks)
+    summary = train(parse_config(config, "alone.toml"))
+    here, there = (
+        [line for line in read_metrics(path / "metrics.jsonl") if line["kind"] == kind]
+        for path in (folder / "trained", tmp_path / "alone")
+        for kind in ("step",)
+    )
+    assert [line["step"] for line in here] == [1, 2, 3, 4]
+    assert [line["loss"] for line in here] == pytest.approx([line["loss"] for line in there], rel=5e-4)
+    assert [line["grad_norm"] for line in here] == pytest.approx([line["grad_norm"] for line in there], rel=5e-3)
+    measured = [read_metrics(path / "metrics.jsonl")[-1] for path in (folder / "trained", tmp_path / "alone")]
+    assert measured[0]["tokens"] == measured[1]["tokens"]
+    assert measured[0]["loss"] == pytest.approx(measured[1]["loss"], rel=5e-4)
+    assert measured[0]["error"] == pytest.approx(measured[1]["error"], rel=1e-2)
+    weights = safetensors.torch.load_file(folder / "trained" / "model" / "model.safetensors")
+    torch.testing.assert_close(
+        weights, safetensors.torch.load_file(summary.model / "model.safetensors"), rtol=0.05, atol=5e-3
+    )
+    assert (folder / "trained" / "checkpoints" / "step-000004" / "model.rank-1.safetensors").is_file()
 
 
 def test_a_checkpoint_of_two_processes_is_told_from_one_of_one(folder: Path) -> None:

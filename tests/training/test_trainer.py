@@ -108,6 +108,18 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(
     assert train(config, resume=True).tokens == 0
 
 
+@pytest.mark.parametrize("policy", ["fp8-hybrid", "nvfp4", "bf16-pure-sr"])
+def test_measuring_changes_nothing(policy: str, make_config: Callable[..., TrainConfig]) -> None:
+    """Neither histories of amax nor random numbers move when the loss on validation text is measured."""
+    often = make_config("often", policy=policy, steps=4)
+    models = []
+    for every_steps in (1, None):
+        evaluation = often.evaluation.model_copy(update={"every_steps": every_steps})
+        config = often.model_copy(update={"out": f"{often.out}-{every_steps}", "evaluation": evaluation})
+        models.append((train(config).model / "model.safetensors").read_bytes())
+    assert models[0] == models[1]
+
+
 def test_a_run_is_not_overwritten_nor_mixed_with_another(make_config: Callable[..., TrainConfig]) -> None:
     train(make_config(steps=2))
     with pytest.raises(TrainingError, match=r"holds a run already \(saved after 2 steps\); pass --resume"):

@@ -18,6 +18,7 @@ from tests.training.training_runs import random_rows
 
 from bitwright.training.batches import Batches
 from bitwright.training.checkpoint import load_checkpoint, save_checkpoint
+from bitwright.training.config import read_config
 from bitwright.training.distributed import spread, start, stop
 from bitwright.training.held_parameters import cast_parameters
 from bitwright.training.policy import policy_named
@@ -25,6 +26,7 @@ from bitwright.training.prepare import prepare
 from bitwright.training.ranks import Ranks, unwrapped
 from bitwright.training.run import TrainingRun
 from bitwright.training.state_tree import split_state
+from bitwright.training.trainer import train
 
 STEPS, ACCUMULATE, GLOBAL_BATCH, SPOILED = 4, 2, 4, 2
 
@@ -139,12 +141,14 @@ def run_scenario(name: str, ranks: Ranks, folder: Path) -> None:
 
 
 def main() -> None:
-    """Run all scenarios, or those that are named."""
+    """Run all scenarios, or those that are named; then FOLDER/train.toml, if it is there."""
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     ranks, _ = start("cpu")
     for name in sys.argv[2:] or SCENARIOS:
         run_scenario(name, ranks, folder)
+    if (folder / "train.toml").exists():
+        train(read_config(folder / "train.toml"))
     stop()
 
 

@@ -1,5 +1,8 @@
 """``bitwright train CONFIG.toml``: fine-tune a causal language model on text, under a training policy.
 
+    bitwright train run.toml
+    torchrun --nproc-per-node 8 --no-python bitwright train run.toml
+
 On a terminal one line moves: loss, tokens in a second, skipped steps, the level of precision. Elsewhere a line is
 written now and then. stdout gets the summary at the end, or it as JSON.
 """
