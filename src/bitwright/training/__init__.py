@@ -16,54 +16,79 @@ from typing import TYPE_CHECKING
 from bitwright.lazy_page import open_lazily
 
 if TYPE_CHECKING:
+    from bitwright.training.batch_check import checked_batches
+    from bitwright.training.batches import Batches
+    from bitwright.training.checkpoint import load_checkpoint, save_checkpoint
     from bitwright.training.choose import Chosen, choose_policy, why_not
+    from bitwright.training.config import TrainConfig, read_config
     from bitwright.training.forward_region import forward_region
     from bitwright.training.held_parameters import cast_parameters
     from bitwright.training.loss_scale import LossScaler, LossScaleRule
     from bitwright.training.operation_table import operation_table
     from bitwright.training.policy import POLICIES, Policy, policy_named
     from bitwright.training.prepare import find_policy, prepare
-    from bitwright.training.run import RunCounters, TrainingRun
+    from bitwright.training.run import TrainingRun
+    from bitwright.training.run_settings import RunCounters
     from bitwright.training.step import StepResult
+    from bitwright.training.token_rows import TokenRows, read_token_rows
+    from bitwright.training.trainer import train
     from bitwright.training.update import UPDATES
 
 _HOMES = {
+    "Batches": "bitwright.training.batches",
     "Chosen": "bitwright.training.choose",
     "LossScaleRule": "bitwright.training.loss_scale",
     "LossScaler": "bitwright.training.loss_scale",
     "POLICIES": "bitwright.training.policy",
     "Policy": "bitwright.training.policy",
-    "RunCounters": "bitwright.training.run",
+    "RunCounters": "bitwright.training.run_settings",
     "StepResult": "bitwright.training.step",
+    "TokenRows": "bitwright.training.token_rows",
+    "TrainConfig": "bitwright.training.config",
     "TrainingRun": "bitwright.training.run",
     "UPDATES": "bitwright.training.update",
     "cast_parameters": "bitwright.training.held_parameters",
+    "checked_batches": "bitwright.training.batch_check",
     "choose_policy": "bitwright.training.choose",
     "find_policy": "bitwright.training.prepare",
     "forward_region": "bitwright.training.forward_region",
+    "load_checkpoint": "bitwright.training.checkpoint",
     "operation_table": "bitwright.training.operation_table",
     "policy_named": "bitwright.training.policy",
     "prepare": "bitwright.training.prepare",
+    "read_config": "bitwright.training.config",
+    "read_token_rows": "bitwright.training.token_rows",
+    "save_checkpoint": "bitwright.training.checkpoint",
+    "train": "bitwright.training.trainer",
     "why_not": "bitwright.training.choose",
 }
 
 __all__ = [
     "POLICIES",
     "UPDATES",
+    "Batches",
     "Chosen",
     "LossScaleRule",
     "LossScaler",
     "Policy",
     "RunCounters",
     "StepResult",
+    "TokenRows",
+    "TrainConfig",
     "TrainingRun",
     "cast_parameters",
+    "checked_batches",
     "choose_policy",
     "find_policy",
     "forward_region",
+    "load_checkpoint",
     "operation_table",
     "policy_named",
     "prepare",
+    "read_config",
+    "read_token_rows",
+    "save_checkpoint",
+    "train",
     "why_not",
 ]
 

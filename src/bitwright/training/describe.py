@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from bitwright.training.forward_region import AUTOCAST_DTYPES
 from bitwright.training.ranks import unwrapped
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ def describe_run(run: TrainingRun) -> tuple[str, ...]:
         ("reason", run.reason),
         *(("note", note) for note in run.notes),
         ("products", policy.level if policy.products is None else f"{policy.level}, the rest {policy.compute}"),
-        *(("", line) for line in (run.products.say() if run.products is not None else ())),
-        ("in fp32", ", ".join(_grouped(island.why for island in run.islands)) or "what autocast and its islands leave"),
+        *(("", line) for line in (run.products.say(policy.compute) if run.products is not None else ())),
+        ("in fp32", _say_islands(run)),
         ("update", f"{policy.update}, moments {policy.moments}, gradients {policy.gradients}"),
         ("loss scale", "none" if run.scale is None else f"{run.scale:g}"),
         ("step", _say_step(run)),
@@ -37,8 +38,12 @@ def describe_run(run: TrainingRun) -> tuple[str, ...]:
     return tuple(f"{title:<{width}}  {text}" for title, text in rows)
 
 
-def _grouped(reasons: Iterable[str]) -> list[str]:
-    return [f"{number} × {reason.partition(':')[0]}" for reason, number in Counter(reasons).items()]
+def _say_islands(run: TrainingRun) -> str:
+    if run.policy.compute not in AUTOCAST_DTYPES:
+        return "everything"
+    found = Counter(island.why.partition(":")[0] for island in run.islands)
+    by_name = [f"{number} × {what}" for what, number in found.items()]
+    return ", ".join([f"sums, norms and losses by rule (bitwright train policies {run.policy.name})", *by_name])
 
 
 def _say_step(run: TrainingRun) -> str:

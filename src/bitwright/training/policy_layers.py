@@ -40,10 +40,18 @@ class PolicyLayers:
         )
         return (*low, *left)
 
-    def say(self) -> tuple[str, ...]:
-        """How many layers are multiplied by what, and why, in lines."""
-        counts = Counter((row.kernel, row.reason) for row in self.table())
-        return tuple(f"{number} linear layers {kernel}: {reason}" for (kernel, reason), number in counts.items())
+    def say(self, compute: str) -> tuple[str, ...]:
+        """How many layers are multiplied by what, and why, in lines.
+
+        Args:
+            compute: format of the products that are left alone.
+        """
+        low = Counter(row.reason for installed in self.installed for row in installed.table())
+        high = Counter(self.high.values())
+        return (
+            *(f"{_layers(number)} {reason}" for reason, number in low.items()),
+            *(f"{_layers(number)} in {compute}: {reason}" for reason, number in high.items()),
+        )
 
     def end_step(self) -> None:
         """End an optimizer step, updated or skipped."""
@@ -76,6 +84,10 @@ class PolicyLayers:
             )
         for index, installed in enumerate(self.installed):
             installed.load_state_dict(state[str(index)])
+
+
+def _layers(number: int) -> str:
+    return "1 linear layer" if number == 1 else f"{number} linear layers"
 
 
 def install_layers(

@@ -13,6 +13,7 @@ where the policy says so. The model stays the object that it is, with the same n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ from bitwright.training.policy import AUTO, Policy, policy_named
 from bitwright.training.policy_layers import Assignment, PolicyLayers, install_layers
 from bitwright.training.product_sites import product_sites
 from bitwright.training.ranks import Ranks, unwrapped
-from bitwright.training.run import Removable, RunSettings, Scheduler, TrainingRun
+from bitwright.training.run import TrainingRun
+from bitwright.training.run_settings import Removable, RunSettings, Scheduler
 from bitwright.training.stand_ins import Update
 from bitwright.training.step import StepResult
 from bitwright.training.tf32_layers import install_tf32
@@ -128,6 +130,7 @@ def prepare(
             changes.append(install_tf32(inner))
         ranks = Ranks.of_process_group()
         products = _products(inner, asked, place, settings, ranks, bool(emulate))
+        notes += _say_beside(inner, asked.policy) if products else []
         changes += [products] if products else []
         update = Update(
             optimizer, UPDATES[asked.policy.update], moments=asked.policy.moments, seed=seed, counts=count_swallowed
@@ -246,6 +249,12 @@ def _cast(model: nn.Module, policy: Policy) -> list[str]:
     said = cast_parameters(model, policy)
     tables = [f"tables of positions were in 16 bits, and are computed anew in fp32: {', '.join(repaired)}"]
     return (tables if repaired else []) + ([said] if said else [])
+
+
+def _say_beside(inner: nn.Module, policy: Policy) -> list[str]:
+    """Modules with products that no recipe reaches, in sentences."""
+    found = Counter(product_sites(inner, policy).beside.values())
+    return [f"{number} modules multiply in {policy.compute} ({why})" for why, number in found.items()]
 
 
 def _products(

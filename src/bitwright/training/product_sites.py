@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from bitwright.errors import ModelError
-from bitwright.models.sites import find_sites, role_of
+from bitwright.models.sites import Site, find_sites, role_of
 from bitwright.training.named_islands import find_islands
 from bitwright.training.policy import Policy
 
@@ -31,6 +31,8 @@ class ProductSites:
     low: Mapping[str, str]
     #: Name of a module that does not → why.
     high: Mapping[str, str]
+    #: Name of a module that multiplies by matrices without being a linear layer → why it stays as it is.
+    beside: Mapping[str, str]
 
 
 def product_sites(model: nn.Module, policy: Policy) -> ProductSites:
@@ -56,7 +58,28 @@ def product_sites(model: nn.Module, policy: Policy) -> ProductSites:
             high[name] = f"in the last {policy.last_layers_high:.0%} of the layers, whose gradients are largest"
         else:
             low[name] = role
-    return ProductSites(low=low, high=high)
+    return ProductSites(low=low, high=high, beside=_beside(model, islands))
+
+
+def _beside(model: nn.Module, islands: Mapping[str, str]) -> dict[str, str]:
+    """Modules with matrices of their own that are no linear layers, such as experts in one parameter."""
+    return {
+        site.module: f"{site.role.partition('.')[0]}: matrices of a {type(model.get_submodule(site.module)).__name__}, "
+        "which is no linear layer"
+        for site in _sites(model)
+        if site.role not in ("embedding", "lm_head")
+        and not is_linear(model.get_submodule(site.module))
+        and not any(f"{site.module}.".startswith(prefix) for prefix in islands)
+    }
+
+
+def _sites(model: nn.Module) -> tuple[Site, ...]:
+    """The model's sites; none where there is nothing that a plan could be made for, which may be linear all the "
+    "same."""
+    try:
+        return find_sites(model)
+    except ModelError:
+        return ()
 
 
 def _roles(model: nn.Module) -> dict[str, str]:

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,74 +33,12 @@ from bitwright.training.named_islands import NamedIsland
 from bitwright.training.policy import Policy
 from bitwright.training.policy_layers import PolicyLayers
 from bitwright.training.ranks import Ranks, unwrapped
+from bitwright.training.run_settings import Removable, RunCounters, RunSettings, Scheduler
 from bitwright.training.stand_ins import Update
 from bitwright.training.step import Step, StepResult, as_fp32
 from bitwright.training.swallowed import Swallowed
 
 _LOG = logging.getLogger(__name__)
-
-
-class Scheduler(Protocol):
-    """What moves the learning rate: any of torch's schedulers."""
-
-    def step(self) -> None:
-        """One update was made."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where it stands."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Stand there again."""
-
-
-class Removable(Protocol):
-    """Something that was changed about a model, and can be taken back."""
-
-    def remove(self) -> None:
-        """Take it back."""
-
-
-@dataclass(kw_only=True, slots=True)
-class RunCounters:
-    """Plain counts of a run; they grow."""
-
-    #: Optimizer steps that were due, skipped ones included.
-    steps: int = 0
-    #: Steps that changed the parameters.
-    updates: int = 0
-    skipped: int = 0
-    #: Skipped steps since the last update.
-    skipped_in_a_row: int = 0
-    micro_batches: int = 0
-    #: Steps whose gradient was clipped.
-    clipped: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunSettings:
-    """What a run was asked for beside its policy."""
-
-    accumulate: int
-    max_grad_norm: float | None
-    #: Skipped steps in a row after which the run is over.
-    patience: int
-    seed: int
-    count_swallowed: bool = False
-    count_lost: bool = False
-    #: Called with each result while its gradients are still there; see `prepare`.
-    monitor: Callable[[StepResult], None] | None = None
-
-    def __post_init__(self) -> None:
-        if self.accumulate < 1:
-            raise TrainingError(f"accumulate is {self.accumulate}; a step has at least one micro-batch: give 1 or more")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise TrainingError(
-                f"max_grad_norm is {self.max_grad_norm}; give a positive number, or None to clip nothing"
-            )
-        if self.patience < 1:
-            raise TrainingError(
-                f"patience is {self.patience}; give the number of skipped steps in a row that end a run"
-            )
 
 
 @dataclass(kw_only=True)
