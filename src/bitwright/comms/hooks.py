@@ -1,0 +1,182 @@
+"""Gradients in fewer bits between the ranks of DDP, and what FSDP2 and FP8 recipes should be told.
+
+    register(ddp_model, wire="fp8_e4m3", error_feedback=True)      # before the first backward pass
+
+A bucket of gradients is all-reduced in two shots: each rank sends shard d to rank d, which adds all contributions in
+fp32, in the order of ranks, and sends the mean to all. Both ways the numbers travel in the format of the wire, so that
+each is rounded twice whatever the number of ranks (`wire` has the law), and all ranks get the same bits. With error
+feedback, what a rank's rounding lost is added to its next gradient, of contributions and of means.
+
+On CPUs the hook works in a thread of its own, in the order of buckets, which is the same on all ranks; on GPUs on a
+stream of its own. Either way the backward pass goes on. Gradients are divided by the number of ranks before they
+travel, so that fp16 does not overflow in the sum.
+
+FSDP2 has no hook: it takes a dtype for its reduce-scatter, which NCCL adds up around a ring (`fsdp_advice`). Scales of
+FP8 that each rank finds by itself have to be the same everywhere where a tensor is split over ranks
+(`all_reduce_amax`).
+
+(Annotations are not postponed here: DDP compares those of its hooks with the types themselves.)
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from bitwright.comms.wire import BLOCK_SIZE, WireFormat, safe_ranks, wire_format
+from bitwright.comms.wire_codec import decode, encode
+from bitwright.errors import CommsError
+
+
+@dataclass(kw_only=True)
+class WireHook:
+    """State of a communication hook, one for each DDP module: pass it with `reduce_bucket` to `register_comm_hook`."""
+
+    wire: WireFormat
+    group: dist.ProcessGroup | None
+    error_feedback: bool
+    #: Bytes that this rank has sent.
+    sent_bytes: int = 0
+    _lost: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
+
+    def mean(self, gradient_L: Tensor, bucket: int) -> Tensor:
+        """Return the mean over ranks of a vector, fp32 [L], the same bits on all of them."""
+        size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        length = gradient_L.numel()
+        # Shards end where blocks do, so that a scale is found by one rank.
+        shard = -(-length // (size * BLOCK_SIZE)) * BLOCK_SIZE
+        wanted = torch.zeros(size * shard, device=gradient_L.device)
+        wanted[:length] = gradient_L.float() / size
+        lost_own, lost_mean = self._lost.get(bucket, (None, None))
+        if lost_own is not None and lost_own.numel() == wanted.numel():
+            wanted += lost_own
+        sent = torch.stack([encode(part, self.wire) for part in wanted.split(shard)])
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        total = torch.zeros(shard, device=gradient_L.device)
+        for part in received:
+            total += decode(part, self.wire, shard)
+        if lost_mean is not None and lost_mean.numel() == shard:
+            total += lost_mean
+        own = encode(total, self.wire)
+        everywhere = torch.empty(size * own.numel(), dtype=torch.uint8, device=own.device)
+        dist.all_gather_into_tensor(everywhere, own, group=self.group)
+        means = torch.cat([decode(part, self.wire, shard) for part in everywhere.split(own.numel())])
+        if self.error_feedback:
+            kept = torch.cat([decode(part, self.wire, shard) for part in sent])
+            self._lost[bucket] = (wanted - kept, total - means[rank * shard : (rank + 1) * shard])
+        self.sent_bytes += 2 * (size - 1) * own.numel()
+        return means[:length]
+
+
+def register(model: DistributedDataParallel, *, wire: str = "bf16", error_feedback: bool = False) -> WireHook:
+    """Have the gradients of a DDP module travel in a format.
+
+    Args:
+        model: before its first backward pass.
+        wire: a name in `WIRE_FORMATS`.
+        error_feedback: add what rounding lost to the next gradient; it takes a second fp32 copy of all gradients.
+
+    Raises:
+        CommsError: no DDP module.
+        UnknownName: no such format.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise CommsError(f"gradients of a {type(model).__name__} do not travel; wrap it in DistributedDataParallel")
+    # Of its own, since its collectives run beside those that the model calls itself.
+    ranks = dist.get_process_group_ranks(model.process_group)
+    state = WireHook(wire=wire_format(wire), group=dist.new_group(ranks), error_feedback=error_feedback)
+    model.register_comm_hook(state, reduce_bucket)
+    return state
+
+
+def reduce_bucket(
+    state: WireHook,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch has it where it is built with distributed
+) -> torch.futures.Future[Tensor]:
+    """The hook: start the all-reduce of a bucket, and promise its mean."""
+    buffer, index = bucket.buffer(), bucket.index()
+    if buffer.is_cuda:
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device])
+        stream = torch.cuda.Stream(buffer.device)
+        stream.wait_stream(torch.cuda.current_stream(buffer.device))
+        buffer.record_stream(stream)
+        with torch.cuda.stream(stream):
+            future.set_result(state.mean(buffer, index).to(buffer.dtype))
+        return future
+    future = torch.futures.Future()
+
+    def work() -> None:
+        try:
+            future.set_result(state.mean(buffer, index).to(buffer.dtype))
+        except (RuntimeError, CommsError) as error:
+            future.set_exception(error)  # type: ignore[arg-type]  # its own documentation passes exceptions
+
+    state._worker.submit(work)
+    return future
+
+
+def all_reduce_amax(amaxes: list[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Return the largest of each magnitude over all ranks, by one message: scalars in, scalars of their dtypes out.
+
+    A rank whose magnitude is NaN makes it NaN everywhere, so that all ranks see that something is wrong.
+    """
+    if not amaxes:
+        return []
+    stacked = torch.stack([amax.detach().float().reshape(()) for amax in amaxes])
+    # The order of NaN in a maximum differs between backends; ∞ has one, and no finite magnitude reaches it.
+    lost = torch.isnan(stacked)
+    both = torch.cat([torch.where(lost, torch.zeros_like(stacked), stacked), lost.float()])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    largest, anywhere = both.chunk(2)
+    found = torch.where(anywhere > 0, torch.full_like(largest, float("nan")), largest)
+    return [value.to(amax.dtype).reshape(amax.shape) for value, amax in zip(found, amaxes, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FsdpAdvice:
+    """What FSDP2 should be told of precision, and why."""
+
+    policy: MixedPrecisionPolicy
+    reasons: tuple[str, ...]
+
+
+def fsdp_advice(num_ranks: int, *, compute: torch.dtype = torch.bfloat16) -> FsdpAdvice:
+    """Return the `MixedPrecisionPolicy` for `fully_shard`: parameters travel as they are used, gradients as safe.
+
+    Args:
+        num_ranks: over which gradients are reduced.
+        compute: dtype of matrix products; parameters are gathered in it.
+    """
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(compute)
+    if name is None:
+        raise CommsError(f"matrix products in {compute} are no dtype of FSDP2; use bfloat16, float16 or float32")
+    most = safe_ranks(name, "ring")
+    is_safe = name == "fp32" or num_ranks <= most
+    reduce = compute if is_safe else torch.float32
+    reasons = [f"parameters are gathered in {name}, in which products take them: half the bytes of fp32 at no loss"]
+    if name == "fp32":
+        reasons = ["nothing is rounded on the way"]
+    elif is_safe:
+        reasons.append(
+            f"gradients are reduced in {name}: a ring's sum over {num_ranks} ranks stays within 2⁻⁷ (to {most})"
+        )
+    else:
+        reasons.append(
+            f"gradients are reduced in fp32: a ring's sum in {name} over {num_ranks} ranks is off by more than 2⁻⁷, "
+            f"which it holds up to {most}"
+        )
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    return FsdpAdvice(policy=policy, reasons=tuple(reasons))
+
+
+def num_gradient_bytes(model: nn.Module, wire: str, num_ranks: int) -> int:
+    """Return the bytes that a rank sends for one backward pass by the two-shot all-reduce of a format."""
+    numbers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    shard = -(-numbers // (num_ranks * BLOCK_SIZE)) * BLOCK_SIZE
+    return 2 * (num_ranks - 1) * wire_format(wire).num_bytes(shard)

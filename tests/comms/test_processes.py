@@ -1,0 +1,103 @@
+"""Real processes over Gloo: schedules as messages, and training with gradients in every format of the wire."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bitwright.comms.hooks import fsdp_advice, register
+from bitwright.comms.wire import WIRE_FORMATS
+from bitwright.comms.wire_codec import decode, encode
+from bitwright.errors import CommsError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What so many processes wrote, all checks in one start."""
+    out = tmp_path_factory.mktemp("ranks") / "found.json"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(request.param)]
+    script = str(ROOT / "tests/comms/some_ranks.py")
+    done = subprocess.run([*command, script, str(out)], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {**json.loads(out.read_text(encoding="utf-8")), "size": request.param}
+
+
+def test_schedules_by_messages_are_those_in_numpy_bit_for_bit(found: dict[str, Any]) -> None:
+    assert found["wrong"] == []
+
+
+def test_fp32_on_the_wire_trains_as_ddp_does(found: dict[str, Any]) -> None:
+    assert found["fp32 False"]["losses"] == pytest.approx(found["plain"]["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [
+        ("bf16 False", 5e-3),
+        ("fp16 False", 1e-3),
+        ("fp8_e4m3 False", 0.05),
+        ("fp8_e4m3 True", 0.05),
+        ("int8 True", 0.02),
+    ],
+)
+def test_fewer_bits_train_alike_and_all_ranks_stay_equal(found: dict[str, Any], name: str, tolerance: float) -> None:
+    run = found[name]
+    assert run["is_equal_on_all_ranks"]
+    assert run["losses"][-1] == pytest.approx(found["plain"]["losses"][-1], rel=tolerance)
+    assert run["losses"][-1] < run["losses"][0] / 2
+
+
+def test_fewer_bits_are_sent(found: dict[str, Any]) -> None:
+    # Buckets end in blocks of their own, so that a little more is sent than for all gradients at once.
+    for name in ("bf16 False", "fp8_e4m3 False"):
+        assert 1 <= found[name]["sent_bytes"] / found[name]["least_bytes"] < 1.3
+    assert found["fp8_e4m3 False"]["sent_bytes"] < 0.55 * found["bf16 False"]["sent_bytes"]
+
+
+def test_amax_is_that_of_all_ranks_and_nan_is_seen_everywhere(found: dict[str, Any]) -> None:
+    largest, lost = found["amax"]
+    assert largest == found["size"] - 1
+    assert math.isnan(lost)
+
+
+def test_a_schedule_of_other_ranks_is_refused(found: dict[str, Any]) -> None:
+    assert found["refused"].startswith(f"a schedule of {found['size'] + 1} ranks was run by {found['size']}")
+
+
+@pytest.mark.parametrize("name", WIRE_FORMATS)
+@pytest.mark.parametrize("length", [0, 1, 128, 300])
+def test_bytes_stand_for_what_the_format_rounds_to(name: str, length: int) -> None:
+    x = torch.randn(length, generator=torch.Generator().manual_seed(0))
+    if length == 300:
+        x[200] = float("nan")
+    wire = WIRE_FORMATS[name]
+    content = encode(x, wire)
+    assert content.dtype == torch.uint8 and content.numel() == wire.num_bytes(length)
+    wanted = torch.from_numpy(wire.rounded(x.numpy())) if length else x
+    torch.testing.assert_close(decode(content, wire, length), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_fsdp_is_told_fp32_where_a_ring_in_bf16_loses_too_much() -> None:
+    few, many = fsdp_advice(8), fsdp_advice(512)
+    assert few.policy.reduce_dtype is few.policy.param_dtype is torch.bfloat16
+    assert many.policy.param_dtype is torch.bfloat16
+    assert many.policy.reduce_dtype is torch.float32
+    assert "512 ranks" in many.reasons[1]
+    with pytest.raises(CommsError, match="float64"):
+        fsdp_advice(8, compute=torch.float64)
+
+
+def test_a_model_outside_ddp_is_refused() -> None:
+    with pytest.raises(CommsError, match="wrap it in DistributedDataParallel"):
+        register(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
