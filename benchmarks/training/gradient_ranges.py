@@ -82,7 +82,8 @@ class GradientRanges:
     @property
     def largest_outputs(self) -> list[float]:
         """The largest magnitude that a linear layer gave in each 100 steps."""
-        return [self._outputs[period] for period in sorted(self._outputs)]
+        periods = sorted({period for period, _, _ in self._found})  # validation comes after the last of them
+        return [self._outputs[period] for period in periods]
 
     def rows(self) -> list[dict[str, Any]]:
         """For every 100 steps, kind and format: the shares of all numbers other than zero."""
