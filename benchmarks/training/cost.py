@@ -200,7 +200,7 @@ def main() -> None:
     if not arguments.plot:
         for name, (setup, per_pair, num_pairs) in setups.items():
             for part in ("autocast", "noise", "fp8"):
-                pairs = min(num_pairs, FP8_PAIRS) if part == "fp8" else num_pairs
+                pairs = {"autocast": num_pairs, "noise": max(num_pairs // 2, 2), "fp8": min(num_pairs, FP8_PAIRS)}[part]
                 points.measure(
                     f"{part} {name}",
                     lambda part=part, setup=setup, per_pair=per_pair, pairs=pairs: in_a_process(
