@@ -14,6 +14,7 @@ so that the product shows it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,8 +86,7 @@ class DelayedScales:
         operand, amax = scale_operand(x, format_name, inv_scale)
         if records:
             self.record(name, amax)
-        # an Inf that saturated would be hidden
-        return Operand(numbers=operand.numbers, scale=torch.where(torch.isfinite(amax), operand.scale, torch.nan)), amax
+        return Operand(numbers=operand.numbers, scale=_shown(operand.scale, amax)), amax
 
     def record(self, name: str, amax: Tensor) -> None:
         """Let the scales of later steps know the largest magnitude of an operand."""
@@ -146,6 +146,13 @@ class DelayedScales:
         if state.history.device != device:
             state.history, state.inv_scale = state.history.to(device), state.inv_scale.to(device)
         return state
+
+
+def _shown(scale: Tensor, amax: Tensor) -> Tensor:
+    """The scale, or NaN where amax is Inf or NaN: an Inf that saturated would be hidden."""
+    if amax.device.type == "cpu":
+        return scale if math.isfinite(amax.item()) else torch.full_like(scale, torch.nan)
+    return torch.where(torch.isfinite(amax), scale, torch.nan)
 
 
 def _new_state(

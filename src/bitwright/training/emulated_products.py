@@ -18,9 +18,11 @@ Legend: R rows of a, Q rows of b, S what is summed over.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,7 +69,7 @@ class EmulatedProducts:
 
 def _multiply_in_bf16(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
     """oneDNN multiplies the fp32 sum by alpha, adds the bias, and rounds."""
-    alpha: Any = (a.scale * b.scale).item()
+    alpha: Any = float(np.float32(a.scale.item()) * np.float32(b.scale.item()))
     if bias is None:
         nothing = a.numbers.new_empty(1)
         return torch.addmm(nothing, a.numbers, b.numbers.t(), beta=0, alpha=alpha)
@@ -81,6 +83,7 @@ def _sum_of_products(a: Tensor, b: Tensor, is_narrow: bool) -> Tensor:
     return torch.mm(a.float(), b.float().t())
 
 
+@functools.cache
 def _has_bf16() -> bool:
     """Whether the processor multiplies bf16 with fp32 sums."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

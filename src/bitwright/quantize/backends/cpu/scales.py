@@ -134,6 +134,8 @@ def find_scales_of(source: Tensor, scheme: TensorScheme) -> Scales:
     granularity = scaling.granularity
     amax_NG = torch.from_numpy(_amaxes(source, granularity.group_columns(columns)))
     if granularity.scope == "tensor":
+        if scaling.rule == "amax" and not (scaling.tensor_scale or scaling.element_exponent) and _is_fp32(scaling):
+            return _scale_of_tensor(amax_NG.numpy().max(), scheme)
         amax_NG = amax_NG.amax().reshape(1, 1)
     elif granularity.block_rows:
         block_rows = granularity.group_rows(rows)
@@ -141,6 +143,18 @@ def find_scales_of(source: Tensor, scheme: TensorScheme) -> Scales:
         filled = torch.cat([amax_NG, amax_NG[-1:].expand(missing, -1)]) if missing else amax_NG
         amax_NG = filled.reshape(-1, block_rows, filled.shape[1]).amax(1)
     return find_scales(amax_NG.unsqueeze(-1), scheme.format, scaling)
+
+
+def _is_fp32(scaling: Scaling) -> bool:
+    """Whether every scale is stored as it is found."""
+    number = formats.FORMATS[scaling.scale_format]
+    return isinstance(number, FloatFormat) and number.fraction_bits >= 23 and number.exponent_bits >= 8
+
+
+def _scale_of_tensor(amax: np.float32, scheme: TensorScheme) -> Scales:
+    """What `find_scales` finds of one amax, without its dozen operations on one number: training asks for hundreds."""
+    scale = amax / np.float32(formats.FORMATS[scheme.format].max) if np.isfinite(amax) else np.float32(np.nan)
+    return Scales(scale=torch.tensor([[[float(scale)]]]), offset=None, tensor_scale=None)
 
 
 def _amaxes(source: Tensor, size: int) -> npt.NDArray[np.float32]:
