@@ -80,4 +80,4 @@ def test_misspelt_words(capsys: pytest.CaptureFixture[str], words: list[str], sa
 
 def test_help_lists_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys)
-    assert all(verb in text for verb in ("run", "policies"))
+    assert all(verb in text for verb in ("run", "plan", "policies"))

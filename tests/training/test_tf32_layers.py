@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from bitwright.training.forward_region import step_region
 from bitwright.training.prepare import prepare
 from bitwright.training.tf32_layers import install_tf32
 
@@ -47,3 +48,15 @@ def test_a_run_says_that_it_is_emulated_and_can_be_closed() -> None:
     assert rounded != abs(exact) and abs(rounded - abs(exact)) < 1e-2
     run.close()
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_gpu_is_told_for_as_long_as_a_step_lasts() -> None:
+    """Convolutions take tf32 by default, also where fp32 is asked for; what was set before comes back."""
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = matmul.fp32_precision, conv.fp32_precision
+    for compute, precision in (("tf32", "tf32"), ("fp32", "ieee")):
+        with step_region(compute, "cuda"):
+            assert (matmul.fp32_precision, conv.fp32_precision) == (precision, precision)
+        assert (matmul.fp32_precision, conv.fp32_precision) == before
+    with step_region("bf16", "cuda"):
+        assert (matmul.fp32_precision, conv.fp32_precision) == before
