@@ -25,6 +25,8 @@ from torch import Tensor
 
 _ROWS, _COLUMNS, _CUT, _STEPS = 6, 8, 17, 3
 _LEARNING_RATE = 1e-2
+#: What groups may differ in without having to be asked again.
+_DIFFERENT = ("params", "param_names", "lr", "initial_lr", "max_lr", "min_lr", "weight_decay")
 #: Updates are compared relative to the largest one. Kernels for long and short tensors round differently.
 _TOLERANCE = 1e-3
 #: What a step of an optimizer raises where it cannot do what it is asked.
@@ -49,7 +51,12 @@ def why_not_elementwise(optimizer: Any) -> str | None:
     held = _holder_of_parameters(optimizer)
     if held is not None:
         return f"it keeps parameters of its own in `{held}`, which pieces cannot stand in for"
+    asked: set[str] = set()
     for number, group in enumerate(optimizer.param_groups):
+        settings = repr([(key, value) for key, value in group.items() if key not in _DIFFERENT])
+        if settings in asked:
+            continue
+        asked.add(settings)
         reason = _why_not_group(optimizer, group)
         if reason is not None:
             return reason if len(optimizer.param_groups) == 1 else f"{reason} (parameter group {number})"

@@ -158,9 +158,13 @@ class Update:
 
     @property
     def swallowed(self) -> dict[str, Swallowed]:
-        """Since the beginning: "weights", "decay" (by itself), and each moment that is narrower than fp32, by its key.
+        """Since the beginning, empty unless `counts` was asked for.
 
-        Empty unless `counts` was asked for. Of fp32 parameters, a number is due if it has a gradient.
+            weights    what was stored as it had been; of fp32 parameters, a number is due if it has a gradient
+            decay      what the decay would lose as a step by itself, rounded to nearest, under every rule
+            exp_avg …  each moment that is narrower than fp32, by its key
+
+        Under stochastic rounding what stays this time moves another time: such a share is not lost.
         """
         return dict(self._counts or {})
 
