@@ -41,6 +41,8 @@ class Module(lightning.LightningModule):
         super().__init__()
         self.model = model.requires_grad_(True).train()
         self.losses: list[float] = []
+        #: Of the gradients before each update.
+        self.lengths: list[float] = []
         self.spoiled = spoiled
 
     def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
@@ -50,6 +52,10 @@ class Module(lightning.LightningModule):
 
     def validation_step(self, batch: dict[str, torch.Tensor], index: int) -> None:
         self.log("validation", self.model(**batch).loss)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        norms = [parameter.grad.float().norm() for parameter in self.parameters()]
+        self.lengths.append(torch.stack(norms).norm().item())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -90,6 +96,7 @@ def test_losses_are_those_of_our_own_loop(policy: str, make_tiny_model: Callable
         assert torch.equal(here, there)
     counters = trainer.precision_plugin.run.counters
     assert (counters.updates, counters.skipped, trainer.global_step) == (6, 0, 6)
+    assert module.lengths == pytest.approx([0.5] * 6, rel=1e-2)  # all of them are clipped
 
 
 def test_a_skipped_step_changes_nothing(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:

@@ -120,6 +120,29 @@ def test_a_skipped_step_moves_neither_weights_nor_learning_rate(
     assert rates[2] == rates[3]
 
 
+def test_callbacks_see_gradients_that_are_unscaled_and_clipped(
+    make_tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    seen: list[tuple[float, float]] = []
+
+    class Watch(transformers.TrainerCallback):
+        def __init__(self, model: Any) -> None:
+            self.model = model
+            self.before = model.lm_head.weight.detach().clone()
+
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            norms = [parameter.grad.norm() for parameter in self.model.parameters()]
+            moved = (self.model.lm_head.weight.detach() - self.before).abs().max()
+            seen.append((torch.stack(norms).norm().item(), moved.item()))
+
+    model = make_tiny_model("llama")
+    trainer = new_trainer(model, tmp_path, policy="fp16-mixed", callbacks=[Watch(model)], max_steps=1)
+    trainer.train()
+    ((norm, moved),) = seen
+    assert logged(trainer, "grad_norm")[0] > 0.5
+    assert (norm, moved) == (pytest.approx(0.5, rel=1e-4), 0.0)
+
+
 @pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed", "fp8-hybrid", "bf16-pure-sr", "bf16-pure-kahan"])
 def test_resuming_is_not_having_stopped(policy: str, make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 3}

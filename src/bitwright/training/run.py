@@ -41,6 +41,18 @@ from bitwright.training.swallowed import Swallowed
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Settled:
+    """A complete step, its gradients unscaled, checked and clipped."""
+
+    #: What the loss was multiplied by.
+    scale: float | None
+    check: GradientCheck
+    losses: list[float]
+    #: Why the step may not be taken.
+    skipped: str | None
+
+
 @dataclass(kw_only=True)
 class TrainingRun:
     """A model under a policy; made by `prepare`. `step` is all that a loop needs."""
@@ -70,6 +82,7 @@ class TrainingRun:
     scaler: LossScaler | None = None
     _losses: list[Tensor] = field(default_factory=list)
     _step: Step | None = None
+    _settled: _Settled | None = None
 
     def __post_init__(self) -> None:
         if self.policy.loss_scale is not None:
@@ -134,22 +147,36 @@ class TrainingRun:
     def _drop(self) -> None:
         """Forget the gradients that are there."""
         self._losses.clear()
+        self._settled = None
         self.optimizer.zero_grad(set_to_none=True)
 
     # --- the end of a step ------------------------------------------------------------------------------------------
 
-    def _finish(self) -> StepResult:
+    def _settle(self) -> _Settled:
+        """Unscale, check and clip, once in a step."""
+        if self._settled is not None:
+            return self._settled
         scale = self.scale
         check = gradients.unscale_and_check(self._named, scale or 1.0, reduction=self._reduction)
         losses = torch.stack([loss.reshape(()) for loss in self._losses]).tolist()
         skipped = self._why_skip(check, losses)
-        if skipped is None:
-            self._update(check)
+        if skipped is None and self.settings.max_grad_norm is not None:
+            factor = gradients.clip(self._named, self.settings.max_grad_norm, check)
+            self.counters.clipped += factor < 1.0
+        self._settled = _Settled(scale=scale, check=check, losses=losses, skipped=skipped)
+        return self._settled
+
+    def _finish(self) -> StepResult:
+        settled = self._settle()
+        if settled.skipped is None:
+            self.update.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
         result = StepResult(
-            loss=math.fsum(losses) / len(losses),
-            grad_norm=check.norm,
-            skipped=self._scaled(skipped),
-            scale=scale,
+            loss=math.fsum(settled.losses) / len(settled.losses),
+            grad_norm=settled.check.norm,
+            skipped=self._scaled(settled.skipped),
+            scale=settled.scale,
             level=self.policy.level,
             index=self.counters.steps,
         )
@@ -169,14 +196,6 @@ class TrainingRun:
                 return "a loss on another rank is not finite"
             return f"the loss of micro-batch {bad + 1} of {len(losses)} is {losses[bad]}"
         return check.reason
-
-    def _update(self, check: GradientCheck) -> None:
-        if self.settings.max_grad_norm is not None:
-            factor = gradients.clip(self._named, self.settings.max_grad_norm, check)
-            self.counters.clipped += factor < 1.0
-        self.update.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
 
     def _scaled(self, skipped: str | None) -> str | None:
         """Let scales take note of the step; returns why it was skipped, and what that did to the loss scale."""

@@ -27,6 +27,7 @@ from bitwright.errors import TrainingError
 from bitwright.training.forward_region import autocast_region, step_region
 
 if TYPE_CHECKING:
+    from bitwright.training.gradients import GradientCheck
     from bitwright.training.run import TrainingRun
 
 
@@ -86,6 +87,22 @@ class Step:
         self._num_backwards += 1
         if not run.is_complete:
             self._enter_forward()
+
+    def settle(self) -> GradientCheck:
+        """Unscale, check and clip the gradients now, not at the block's end; for who looks at them before the update.
+
+        Returns:
+            Their length before clipping, and why the step will be skipped, as far as gradients say.
+
+        Raises:
+            TrainingError: some of the step's micro-batches are not there yet.
+        """
+        if not self._run.is_complete:
+            raise TrainingError(
+                f"{self._run.pending} of {self._run.accumulate} micro-batches are done; settle a step after its last "
+                "backward pass"
+            )
+        return self._run._settle().check
 
     def _enter_forward(self) -> None:
         run = self._run

@@ -8,7 +8,7 @@ optimizer's step; it checks, clips and updates, or skips. `gradient_clip_val` is
 value is refused), and `accumulate_grad_batches` works as it is. The run's state lies in Lightning's checkpoints, and is
 compared with the policy when it is loaded.
 
-`on_before_optimizer_step` comes before gradients are divided by the loss scale, and Lightning moves schedulers after
+`on_before_optimizer_step` sees gradients that are unscaled, checked and clipped. Lightning moves schedulers after
 skipped steps too. One optimizer, automatic optimization.
 """
 
@@ -119,6 +119,7 @@ class PolicyPrecision(Precision):  # type: ignore[misc]
             result = closure()
         finally:
             self._is_last = False
+        self._driver.settle()
         call._call_callback_hooks(model.trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(model.trainer, "on_before_optimizer_step", optimizer)
         self._driver.finish()

@@ -2,7 +2,8 @@
 
     with driver.forward(): loss = …          as often as a step has micro-batches
     driver.backward(loss, is_last=…)
-    driver.finish()                          after the last one: check, clip, update or skip
+    driver.settle()                          after the last one: unscale, check, clip
+    driver.finish()                          update or skip
 
 The library divides the loss by its number of micro-batches itself (some count tokens, and the last step of an epoch may
 have fewer), so gradients are only added up here, and the run sees a step of one.
@@ -15,6 +16,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from bitwright.training.forward_region import forward_region, step_region
+from bitwright.training.gradients import GradientCheck
 from bitwright.training.run import TrainingRun
 from bitwright.training.step import Step, StepResult, as_fp32
 
@@ -49,6 +51,10 @@ class LoopDriver:
             return
         with step_region(self.run.policy.compute, self.run.device_type):
             (as_fp32(loss) * (1.0 if self.run.scale is None else self.run.scale)).backward()
+
+    def settle(self) -> GradientCheck | None:
+        """Unscale, check and clip the gradients of the step that `backward` completed; None: there was none."""
+        return None if self._step is None else self._step.settle()
 
     def finish(self) -> StepResult | None:
         """End the step that `backward` completed; None: there was none."""

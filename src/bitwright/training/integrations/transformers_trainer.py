@@ -15,13 +15,12 @@ not move the learning rate, as with accelerate's own scaler.
                                                 random bits; resumed bit for bit
     log                                         `skipped_steps`, and `loss_scale` under policies that have one
 
-The update is made when the Trainer asks for the clipped norm, so its event `on_pre_optimizer_step` comes after it.
-
 Rejected: a subclass of Trainer, which none of the trainers that people derive from it would inherit from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -120,17 +119,19 @@ class PolicyCallback(TrainerCallback):  # type: ignore[misc]
         state.log_history[-1].update(counted)
 
 
-class _Idle:
-    """The Trainer's optimizer, but for its step, which the run has taken already."""
+class _Stepped:
+    """The Trainer's optimizer, but for its step, which is the end of the run's."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, finish: Callable[[], None]) -> None:
         self._optimizer = optimizer
+        self._finish = finish
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
 
     def step(self, closure: Any = None) -> None:
-        """Nothing is left to do."""
+        """Update or skip."""
+        self._finish()
 
 
 class _Wiring:
@@ -139,14 +140,13 @@ class _Wiring:
     def __init__(self, trainer: Trainer, driver: LoopDriver) -> None:
         self.trainer = trainer
         self.driver = driver
-        self.norm = torch.tensor(0.0)
 
     def connect(self) -> None:
         trainer, accelerator = self.trainer, self.trainer.accelerator
         trainer.compute_loss_context_manager = self.forward
         accelerator.backward = self.backward
-        accelerator.clip_grad_norm_ = self.finish
-        trainer.optimizer.optimizer = _Idle(self.driver.run.optimizer)
+        accelerator.clip_grad_norm_ = self.settle
+        trainer.optimizer.optimizer = _Stepped(self.driver.run.optimizer, self.finish)
 
     def forward(self) -> AbstractContextManager[object]:
         return self.driver.forward()
@@ -154,13 +154,15 @@ class _Wiring:
     def backward(self, loss: Tensor, **_: Any) -> None:
         self.driver.backward(loss, is_last=self.trainer.accelerator.sync_gradients)
 
-    def finish(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Update or skip, on the first call of a step; the norm before clipping, NaN where it is not finite."""
+    def settle(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Unscale, check and clip; the norm before clipping, NaN where it is not finite."""
+        check = self.driver.settle()
+        return torch.tensor(torch.nan if check is None or check.norm is None else check.norm)
+
+    def finish(self) -> None:
+        """Update or skip, and let accelerate know."""
         result = self.driver.finish()
-        if result is not None:
-            self.norm = torch.tensor(torch.nan if result.grad_norm is None else result.grad_norm)
-            self.trainer.optimizer._is_overflow = result.skipped is not None
-        return self.norm
+        self.trainer.optimizer._is_overflow = result is not None and result.skipped is not None
 
 
 def _raise_if_has_its_own(trainer: Trainer) -> None:
