@@ -104,3 +104,16 @@ def test_micro_batches_are_added_in_fp32(policy: str) -> None:
     step(model, run, *[torch.ones(64)] * 512)
     assert run.last is not None and run.last.grad_norm == pytest.approx(8.0, rel=1e-3)
     assert torch.allclose(model.weight.float(), torch.full((64,), 0.75), rtol=2.0**-7)
+
+
+@pytest.mark.parametrize("policy", PLAIN)
+def test_gradients_are_unscaled_and_clipped_once_a_step(policy: str) -> None:
+    """Four micro-batches, each a quarter of the same gradient, are one batch: in every one of several steps."""
+
+    def end(accumulate: int) -> Tensor:
+        model, run = made(policy, lr=0.5, accumulate=accumulate, max_grad_norm=1.0, seed=1)
+        for number in range(4):
+            step(model, run, *[torch.linspace(-1, 2, 64).bfloat16().float() * 2.0**number] * accumulate)
+        return model.weight.detach()
+
+    assert torch.equal(end(1), end(4))

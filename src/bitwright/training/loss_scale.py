@@ -194,6 +194,8 @@ class LossScaler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where a `state_dict` left off; one of torch.amp.GradScaler is taken too.
 
+        A scale below this rule's floor, such as torch's 0, is raised to the floor.
+
         Raises:
             TrainingError: a part is missing.
         """
