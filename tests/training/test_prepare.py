@@ -129,6 +129,29 @@ def test_an_optimizer_made_before_parameters_were_replaced() -> None:
     assert "holds 2 of 6 parameters that are not the model's" in refused(model, optimizer)
 
 
+def test_an_eps_that_is_zero() -> None:
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-60)
+    assert "eps=1e-60 is 0 in fp32" in refused(model, optimizer, policy="bf16-pure-sr")
+
+
+def test_layers_that_somebody_has_taken() -> None:
+    """Refused by the last thing that is installed: what was installed before is taken back, and nothing is cast."""
+    model = small()
+    model[2].forward = model[2].forward
+    assert "'2' has a forward of its own already" in refused(model, sgd(model), policy="fp8-hybrid")
+
+
+def test_positions_that_cannot_be_mended() -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("inv_freq", torch.ones(4, dtype=torch.bfloat16), persistent=False)
+
+    model = nn.Sequential(nn.Linear(4, 4), Rotary())
+    assert "1.inv_freq is in bfloat16" in refused(model, sgd(model), policy="bf16-pure")
+
+
 def test_nothing_to_train() -> None:
     model = small().requires_grad_(False)
     assert "unfreeze some" in refused(model, sgd(model))

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from bitwright.errors import TrainingError
 from bitwright.training.elementwise import why_not_elementwise
@@ -22,6 +23,8 @@ from bitwright.training.islands import NARROW_DTYPES
 from bitwright.training.named_islands import is_router, island_parameters
 from bitwright.training.policy import Policy
 from bitwright.training.ranks import unwrapped
+from bitwright.training.stand_ins import why_not_update
+from bitwright.training.update import UPDATES
 
 #: What parameters and moments can be, as torch calls it.
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,11 +43,17 @@ def raise_if_unfit(model: nn.Module, optimizer: torch.optim.Optimizer, policy: P
     for name, parameter in named.items():
         if parameter.is_meta:
             raise TrainingError(f"{name} is on the meta device and has no values; load the weights before prepare")
+    if policy.parameters != "fp32" and isinstance(model, DistributedDataParallel):
+        raise TrainingError(
+            f"policy '{policy.name}' trains {policy.parameters} parameters and adds their gradients up in "
+            f"{policy.gradients}, and DistributedDataParallel exchanges gradients in {policy.parameters}; spread the "
+            "model by bitwright.training.distributed.spread, after cast_parameters"
+        )
     _raise_if_no_masters(named, policy)
     _raise_if_other_parameters(model, named, optimizer)
     _raise_if_cast_since(named, optimizer, policy)
     raise_if_scaled_elsewhere(optimizer)
-    _raise_if_not_elementwise(optimizer, policy)
+    _raise_if_not_steppable(optimizer, policy)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -105,7 +114,11 @@ def _raise_if_cast_since(named: Mapping[str, nn.Parameter], optimizer: torch.opt
             )
 
 
-def _raise_if_not_elementwise(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
+def _raise_if_not_steppable(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
+    why = why_not_update(optimizer, UPDATES[policy.update], policy.moments)
+    if why is not None:
+        raise TrainingError(why)
+    # parameters that are fp32 so far are none after the cast
     if policy.parameters == "fp32" and policy.moments == "fp32":
         return
     why = why_not_elementwise(optimizer)

@@ -6,9 +6,9 @@
             step.backward(model(**batch).loss)
 
 Everything that can be refused is refused before anything is changed: the policy's name, what the device lacks, what
-parameters and optimizer are. Then, in this order: tables of positions that were cast are computed anew, parameters get
-their formats, gradients of narrow ones theirs, routers and rotary embeddings run in fp32, linear layers multiply codes
-where the policy says so. The model stays the object that it is, with the same names in its state_dict.
+parameters and optimizer are. Then, in this order: routers and what makes positions run in fp32, linear layers multiply
+codes where the policy says so, tables of positions that were cast are computed anew, parameters get their formats, and
+gradients of narrow ones theirs. The model stays the object that it is, with the same names in its state_dict.
 """
 
 from __future__ import annotations
@@ -116,11 +116,8 @@ def prepare(
         notes.append(
             f"{len(unheld)} trained parameters are in no group of the optimizer and stay as they are, {unheld[0]} first"
         )
+    inner, ranks = unwrapped(model), Ranks.of_process_group()
     with _undone_on_error() as changes:
-        notes += _cast(model, asked.policy)
-        inner = unwrapped(model)
-        if asked.policy.gradients == "fp32":
-            changes.append(keep_gradients_fp32(inner))
         islands: tuple[named_islands.NamedIsland, ...] = ()
         if asked.policy.compute in AUTOCAST_DTYPES:
             installed = named_islands.install(inner)
@@ -128,10 +125,14 @@ def prepare(
             changes.append(installed)
         elif asked.policy.compute not in ("fp32", *facts.matmul_tflops):
             changes.append(install_tf32(inner))
-        ranks = Ranks.of_process_group()
         products = _products(inner, asked, place, settings, ranks, bool(emulate))
-        notes += _say_beside(inner, asked.policy) if products else []
-        changes += [products] if products else []
+        if products is not None:
+            changes.append(products)
+            notes += _say_beside(inner, asked.policy)
+        # what cannot be taken back comes last
+        notes += _cast(model, asked.policy)
+        if asked.policy.gradients == "fp32":
+            changes.append(keep_gradients_fp32(inner))
         update = Update(
             optimizer, UPDATES[asked.policy.update], moments=asked.policy.moments, seed=seed, counts=count_swallowed
         )
