@@ -411,6 +411,26 @@ def test_layers_that_read_one_tensor_share_its_codes(recipe: ProductRecipe) -> N
     assert not torch.equal(first, net["q"](x))
 
 
+@EVERY_RECIPE
+def test_of_weights_nothing_is_kept_but_the_parameter(recipe: ProductRecipe) -> None:
+    linear = layer(32, 48, bias=False)
+    installed_in(linear, recipe)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        linear(gaussian(8, 32).requires_grad_())
+    assert [tensor.data_ptr() for tensor in kept if tensor.numel() == 32 * 48] == [linear.weight.data_ptr()]
+    y = linear(gaussian(8, 32).requires_grad_())
+    with torch.no_grad():
+        linear.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_amaxes_of_shared_codes_are_recorded_for_every_layer() -> None:
     net = nn.ModuleDict({"q": layer(32, 16), "k": layer(32, 16, seed=3)})
     installed = install_all(net, FP8_DELAYED)

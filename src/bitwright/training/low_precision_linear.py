@@ -14,8 +14,9 @@ parameter has, fp32 masters as a rule; both rounded by their rules; y = x · W�
 Gradients go straight through the rounding (Bengio, Léonard and Courville 2013): those of W and b are in the dtype of
 the parameter, that of x in the compute dtype.
 
-For the backward pass a layer keeps the codes of x and of W where they serve it again, and x and W themselves where the
-recipe rounds them anew along another dimension. Layers that read the same x (q, k and v; gate and up) share its codes.
+For the backward pass a layer keeps the codes of x where they serve it again, and x itself where the recipe rounds it
+anew along another dimension. Layers that read the same x (q, k and v; gate and up) share its codes. Of W nothing is
+kept but the parameter.
 
 Rejected: replacing modules, which breaks whoever holds them; codes of W kept from micro-batch to micro-batch, since
 what changed a weight in between cannot be seen under every wrapper.

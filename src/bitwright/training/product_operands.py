@@ -129,7 +129,9 @@ class Operands:
         """Whether an operand is an earlier one from the other side."""
         return operand in self._seen_before
 
-    def write(self, layer: Layer, operand: str, x_RS: Tensor, *, records: bool = True) -> Written:
+    def write(
+        self, layer: Layer, operand: str, x_RS: Tensor, *, records: bool = True, is_again: bool = False
+    ) -> Written:
         """Round a matrix by the rule of an operand.
 
         Args:
@@ -137,18 +139,20 @@ class Operands:
             operand: its name in the recipe.
             x_RS: fp32, bf16 or fp16 [R, S], any strides.
             records: whether a delayed scale learns from it.
+            is_again: it was written in this step already, and is not counted again.
         """
         rule = self._rules[operand]
+        counts = self._counts_lost and not is_again
         lies_transposed = not x_RS.is_contiguous() and x_RS.t().is_contiguous()
         if lies_transposed and rule.is_same_from_both_sides and not rule.is_stochastic:
-            written = self._write(layer, operand, rule, x_RS.t(), records)
+            written = self._write(layer, operand, rule, x_RS.t(), records and not is_again, counts)
             return Written(
                 layer=layer,
                 operand=self.products.transposed(written.operand),
                 amax=written.amax,
                 lost=written.lost,
             )
-        return self._write(layer, operand, rule, x_RS, records)
+        return self._write(layer, operand, rule, x_RS, records and not is_again, counts)
 
     def write_again(self, layer: Layer, operand: str, before: Written, *, records: bool = True) -> Any | None:
         """The operand of another layer with the same matrix, where it is the same; None where it is not.
@@ -173,15 +177,17 @@ class Operands:
         self.delayed.end_step()
         self.draws.advance()
 
-    def _write(self, layer: Layer, operand: str, rule: OperandRule, x_RS: Tensor, records: bool) -> Written:
+    def _write(
+        self, layer: Layer, operand: str, rule: OperandRule, x_RS: Tensor, records: bool, counts: bool
+    ) -> Written:
         x_RS = rotate(x_RS, rule.rotation) if rule.rotation else x_RS
         seed = self._seed(layer, operand) if rule.is_stochastic else None
         if rule.delay is None:
-            lost = self._lost(x_RS, rule, seed) if self._counts_lost else None
+            lost = self._lost(x_RS, rule, seed) if counts else None
             written = Written(layer=layer, operand=self.products.operand(x_RS, rule, seed), lost=lost)
         else:
             found, amax = self.delayed.quantize(_key(layer.name, operand), x_RS, records=records)
-            lost = count_lost(x_RS, found.numbers, found.scale, rule.scheme.format) if self._counts_lost else None
+            lost = count_lost(x_RS, found.numbers, found.scale, rule.scheme.format) if counts else None
             written = Written(layer=layer, operand=self.products.scaled(found, rule), amax=amax, lost=lost)
         if lost is not None:
             self._count(layer, operand, lost)
