@@ -283,3 +283,17 @@ def test_a_whole_step_of_adamw_takes_what_is_predicted(is_mixed: bool, batch: in
     assert workspace is not None
     assert measured == pytest.approx(predicted.peak - workspace.num_bytes, rel=0.1)
     assert kept == pytest.approx(8 * shape.num_parameters, rel=0.001)
+
+
+def test_what_an_update_holds_is_bounded() -> None:
+    setup = ActivationSetup(batch=1, sequence=8)
+    found = training_memory(LLAMA_7B, StateBits(parameters=16), setup, update_bits=64, update_elements=1 << 25)
+    scratch = found.line("temporaries of the update")
+    assert scratch is not None and scratch.num_bytes == 8 << 25 and scratch.alive == ("update",)
+
+
+def test_a_base_in_fp32_is_copied_for_products_in_16_bits() -> None:
+    setup = ActivationSetup(batch=1, sequence=8)
+    wide = AdapterSetup(rank=8, base_bits=32, other_bits=32, copy_bits=16)
+    found = training_memory(LLAMA_7B, StateBits(), setup, adapters=wide).line("copies for products")
+    assert found is not None and found.num_bytes == 2 * (6_476_005_376 + 131_072_000)

@@ -22,7 +22,7 @@ from bitwright.cli.table import new_console, new_table, print_rows, print_table
 from bitwright.cli.usage import UsageMistake
 from bitwright.hardware import Device
 from bitwright.hardware.memory import StateBits, TrainingMemory
-from bitwright.hardware.memory.training import INSTANTS, AdapterSetup, Instant, training_memory
+from bitwright.hardware.memory.training import INSTANTS, Instant, training_memory
 from bitwright.hardware.memory.training_activations import Attention, Recompute
 from bitwright.hardware.memory.training_states import Sharding
 from bitwright.hardware.model_shape import ModelShape
@@ -174,15 +174,12 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> str:
 
 
 def _answer(question: _Question) -> TrainingMemory:
-    from bitwright.training.policy_bits import activation_setup, base_bits
+    from bitwright.training.policy_bits import activation_setup, adapters_on, update_scratch
 
     adapters = None
-    casts = False
     states = _states(question)
     if question.rank is not None:
-        bits, is_expanded = base_bits(question.base)
-        adapters = AdapterSetup(rank=question.rank, base_bits=bits, is_expanded=is_expanded)
-        casts = True
+        adapters = adapters_on(question.base, question.rank, question.policy)
     activations = activation_setup(
         question.policy,
         batch=question.batch,
@@ -190,8 +187,9 @@ def _answer(question: _Question) -> TrainingMemory:
         masters=question.masters,
         attention=question.attention,
         recompute=question.recompute,
-        **({"stream_bits": 16.0, "input_bits": None, "casts_each_input": casts} if adapters else {}),
+        **({"stream_bits": adapters.other_bits, "input_bits": None, "casts_each_input": True} if adapters else {}),
     )
+    scratch, elements = update_scratch(question.policy, optimizer=question.optimizer)
     return training_memory(
         question.shape,
         states,
@@ -199,6 +197,8 @@ def _answer(question: _Question) -> TrainingMemory:
         sharding=question.sharding,
         adapters=adapters,
         accumulates=question.accumulates,
+        update_bits=scratch,
+        update_elements=elements,
         kind=question.kind,
     )
 
@@ -206,8 +206,9 @@ def _answer(question: _Question) -> TrainingMemory:
 def _states(question: _Question) -> StateBits:
     from bitwright.training.policy_bits import adapter_bits, state_bits
 
-    states = state_bits(question.policy, optimizer=question.optimizer, masters=question.masters)
-    return states if question.rank is None else adapter_bits(states)
+    if question.rank is not None:
+        return adapter_bits(question.policy, optimizer=question.optimizer)
+    return state_bits(question.policy, optimizer=question.optimizer, masters=question.masters)
 
 
 def _print(
@@ -237,7 +238,13 @@ def _print(
             Text(_TITLES[instant], style=style), Text(spell_bytes(found.at(instant)), style=style), "peak" * is_peak
         )
     print_table(console, table)
-    console.print(Text("All predicted; buffers of collectives and the allocator's reserve come on top.", style="dim"))
+    console.print(
+        Text(
+            "All predicted. On top: buffers of collectives, the allocator's reserve, and 4 B a parameter while an optimizer "
+            "that is not fused steps.",
+            style="dim",
+        )
+    )
     if device is not None:
         _print_fit(console, question, found, device)
 

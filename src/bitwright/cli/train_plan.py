@@ -139,7 +139,8 @@ def _print_roles(console: Console, plan: TrainingPlan) -> None:
     groups: dict[tuple[str, str], list[TrainingSite]] = {}
     for site in plan.products:
         groups.setdefault((site.role, site.choice), []).append(site)
-    for (role, choice), members in groups.items():
+    roles = list(dict.fromkeys(role for role, _ in groups))
+    for (role, choice), members in sorted(groups.items(), key=lambda item: roles.index(item[0][0])):
         table.add_row(
             Text(role),
             Text(choice),

@@ -12,13 +12,16 @@ bytes with AdamW in place of 4 + 4 + 8 and a copy of 2 while a step runs.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from bitwright import formats
 from bitwright.catalog import nearest_name_hint
 from bitwright.errors import TrainingError
 from bitwright.hardware.memory import MOMENTS, ActivationSetup, StateBits
+from bitwright.hardware.memory.training import AdapterSetup
 from bitwright.quantize.catalogs import SCHEMES
+from bitwright.training.pieces import BATCH_ELEMENTS
 from bitwright.training.policy import Policy
 from bitwright.training.product_recipe import OperandRule
 from bitwright.training.update import UPDATES
@@ -103,9 +106,39 @@ def _operand_bits(rule: OperandRule) -> float:
     return rule.scheme.stored_bytes(4096, 4096) * 8 / 4096**2
 
 
-def adapter_bits(states: StateBits) -> StateBits:
-    """Return the bits of adapters' parameters: fp32, whatever the base is in, trained as fp32 parameters are."""
-    return StateBits(parameters=32.0, gradients=32.0, moments=states.moments)
+def update_scratch(policy: Policy, *, optimizer: str = "adamw") -> tuple[float, int | None]:
+    """Return what an update holds beside its states: bits per element, and how many elements at a time (None: all).
+
+    Parameters narrower than fp32 are stepped on as fp32 stand-ins, a bounded number at a time (`pieces.py`): the
+    stand-in and its rounded copy, and moments widened where they are narrower.
+    """
+    if stored_bits(policy.parameters) >= 32:
+        return 0.0, None
+    narrow = MOMENTS[optimizer] if stored_bits(policy.moments) < 32 else 0
+    return 64.0 + 32.0 * narrow, BATCH_ELEMENTS
+
+
+def adapters_on(base: str, rank: int, policy: Policy) -> AdapterSetup:
+    """Return adapters of a rank on a base under a scheme, trained under a policy.
+
+    Raises:
+        UnknownName: no scheme has that name.
+        TrainingError: the scheme has no weights.
+    """
+    bits, is_expanded = base_bits(base)
+    compute = stored_bits(policy.compute)
+    return AdapterSetup(
+        rank=rank,
+        base_bits=bits,
+        other_bits=16.0 if is_expanded else bits,
+        is_expanded=is_expanded,
+        copy_bits=compute if compute < bits else 0.0,
+    )
+
+
+def adapter_bits(policy: Policy, *, optimizer: str = "adamw") -> StateBits:
+    """Return the bits of adapters' parameters: in the policy's formats; the base has codes or copies of its own."""
+    return replace(state_bits(policy, optimizer=optimizer), copies=0.0, head_copies=0.0)
 
 
 def base_bits(scheme: str) -> tuple[float, bool]:

@@ -91,11 +91,14 @@ class AdapterSetup:
     #: Stored bits of a weight of the base's linear layers, scales included, and of its other parameters.
     base_bits: float
     other_bits: float = 16.0
-    #: Whether the base's codes are expanded matrix by matrix, to 16 bits, before they are multiplied.
+    #: Whether the base's codes are expanded matrix by matrix, to fp32, before gradients are multiplied with them.
     is_expanded: bool = False
+    #: Bits of the copy of a weight that products read, where the base's own numbers are wider.
+    copy_bits: float = 0.0
 
     def __post_init__(self) -> None:
         raise_if_not_positive(rank=self.rank, base_bits=self.base_bits, other_bits=self.other_bits)
+        raise_if_negative(copy_bits=self.copy_bits)
 
 
 def training_memory(
@@ -107,6 +110,7 @@ def training_memory(
     adapters: AdapterSetup | None = None,
     accumulates: bool = False,
     update_bits: float = 0.0,
+    update_elements: int | None = None,
     kind: Kind = "gpu",
 ) -> TrainingMemory:
     """Return what a training step takes on one GPU.
@@ -120,6 +124,7 @@ def training_memory(
         accumulates: whether gradients of several backward passes are summed before an update.
         update_bits: bits per trained parameter that the optimizer's step holds beside its states: 32 for PyTorch's
             `foreach` implementations, which keep one list of temporaries (torch.optim documentation), 0 for `fused`.
+        update_elements: parameters that are stepped on at a time; None: all.
         kind: of the device; a CPU has no driver context.
 
     Raises:
@@ -134,8 +139,10 @@ def training_memory(
         *_product_lines(shape, states, sharding, adapters),
         *_activation_lines(shape, activations, sharding, adapters),
     ]
-    update = trained * update_bits / 8 / sharding.tensor_parallel / sharding.sharers("moments")
-    lines.append(_line("temporaries of the update", update, f"{_count(trained)} × {_bits(update_bits)}", ("update",)))
+    own = trained / sharding.tensor_parallel / sharding.sharers("moments")
+    stepped = own if update_elements is None else min(own, update_elements)
+    update = stepped * update_bits / 8
+    lines.append(_line("temporaries of the update", update, f"{_count(stepped)} × {_bits(update_bits)}", ("update",)))
     lines.append(
         _line(
             "context and workspace of products",
@@ -168,8 +175,8 @@ def _base_lines(shape: ModelShape, adapters: AdapterSetup | None, sharding: Shar
     yield _line("frozen base", num_bytes, f"{formula}{_bits(adapters.other_bits)}{_over(shared)}")
     if adapters.is_expanded:
         largest = max(rows * columns for rows, columns in shape.layer_matrices)
-        widened = 2 * largest / sharding.tensor_parallel
-        yield _line("one expanded matrix", widened, f"{_count(largest)} × 2 B", ("loss", "backward"))
+        widened = 4 * largest / sharding.tensor_parallel
+        yield _line("one expanded matrix", widened, f"{_count(largest)} × 4 B", ("loss", "backward"))
 
 
 def _product_lines(
@@ -177,11 +184,11 @@ def _product_lines(
 ) -> Iterable[MemoryLine]:
     """Copies of weights that products read; under ZeRO 3 whole parameters, block by block."""
     if sharding.zero < 3:
-        if adapters is None:
-            copied = ((shape.linear_weights, states.copies), (shape.read_by_head, states.head_copies))
-            num_bytes = sum(number * bits for number, bits in copied) / 8 / sharding.tensor_parallel
-            formula = " + ".join(f"{_count(number)} × {_bits(bits)}" for number, bits in copied)
-            yield _line("copies for products", num_bytes, formula + _over(sharding.tensor_parallel), ("loss",))
+        linear, head = (states.copies, states.head_copies) if adapters is None else (adapters.copy_bits,) * 2
+        copied = ((shape.linear_weights, linear), (shape.read_by_head, head))
+        num_bytes = sum(number * bits for number, bits in copied) / 8 / sharding.tensor_parallel
+        formula = " + ".join(f"{_count(number)} × {_bits(bits)}" for number, bits in copied)
+        yield _line("copies for products", num_bytes, formula + _over(sharding.tensor_parallel), ("loss",))
         return
     block = shape.linear_weights // shape.num_layers
     rest = shape.num_parameters - shape.linear_weights
