@@ -33,14 +33,17 @@ from tests.training.two_ranks import (
 from bitwright.errors import TrainingError, UnknownName
 from bitwright.training.checkpoint import load_checkpoint
 from bitwright.training.config import parse_config
-from bitwright.training.distributed import spread
+from bitwright.training.distributed import PARALLEL, spread
 from bitwright.training.metrics_file import read_metrics
+from bitwright.training.prepare import prepare
 from bitwright.training.ranks import Ranks
 from bitwright.training.trainer import train
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+#: Way to spread → what names of a checkpoint's parts end in.
+RANK_FILES = {"ddp": ("",), "fsdp2": (".rank-0", ".rank-1")}
 
 #: Policy → how far two processes may be from one: their losses, relatively; and the mean distance of their weights, as
 #: a share of the mean distance that weights have moved. Under fp8-hybrid the first step scales by what a rank sees.
@@ -57,7 +60,7 @@ CONFIG = """
 model = "{model}"
 out = "{out}"
 policy = "bf16-mixed"
-parallel = "fsdp2"
+parallel = "{parallel}"
 device = "cpu"
 steps = 4
 batch = {batch}
@@ -89,8 +92,9 @@ def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(tmp_path_factory: pytest.TempPathFactory, make_tiny_folder: Callable[..., Path], talks: Path) -> Path:
     """What two processes wrote, all scenarios in one start."""
     folder = tmp_path_factory.mktemp("ranks")
-    config = CONFIG.format(model=make_tiny_folder("llama"), out=folder / "trained", batch=2, text=talks)
-    (folder / "train.toml").write_text(config)
+    facts = {"model": make_tiny_folder("llama"), "text": talks, "batch": 2}
+    for parallel in PARALLEL:
+        (folder / f"{parallel}.toml").write_text(CONFIG.format(out=folder / parallel, parallel=parallel, **facts))
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
@@ -174,29 +178,34 @@ def test_resuming_is_not_having_stopped(scenario: str, folder: Path) -> None:
         assert report["resumed"] == report["final"]
 
 
+@pytest.mark.parametrize("parallel", PARALLEL)
 def test_the_trainer_on_two_processes_is_that_on_one(
-    folder: Path, talks: Path, make_tiny_folder: Callable[..., Path], tmp_path: Path
+    parallel: str, folder: Path, talks: Path, make_tiny_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Tokens count alike however they fall on ranks; the model is written whole, the metrics once."""
-    config = CONFIG.format(model=make_tiny_folder("llama"), out=tmp_path / "alone", batch=4, text=talks)
+    facts = {"model": make_tiny_folder("llama"), "text": talks, "batch": 4, "parallel": parallel}
+    config = CONFIG.format(out=tmp_path / "alone", **facts)
     summary = train(parse_config(config, "alone.toml"))
     here, there = (
         [line for line in read_metrics(path / "metrics.jsonl") if line["kind"] == kind]
-        for path in (folder / "trained", tmp_path / "alone")
+        for path in (folder / parallel, tmp_path / "alone")
         for kind in ("step",)
     )
     assert [line["step"] for line in here] == [1, 2, 3, 4]
     assert [line["loss"] for line in here] == pytest.approx([line["loss"] for line in there], rel=5e-4)
     assert [line["grad_norm"] for line in here] == pytest.approx([line["grad_norm"] for line in there], rel=5e-3)
-    measured = [read_metrics(path / "metrics.jsonl")[-1] for path in (folder / "trained", tmp_path / "alone")]
+    measured = [read_metrics(path / "metrics.jsonl")[-1] for path in (folder / parallel, tmp_path / "alone")]
     assert measured[0]["tokens"] == measured[1]["tokens"]
     assert measured[0]["loss"] == pytest.approx(measured[1]["loss"], rel=5e-4)
     assert measured[0]["error"] == pytest.approx(measured[1]["error"], rel=1e-2)
-    weights = safetensors.torch.load_file(folder / "trained" / "model" / "model.safetensors")
+    weights = safetensors.torch.load_file(folder / parallel / "model" / "model.safetensors")
     torch.testing.assert_close(
         weights, safetensors.torch.load_file(summary.model / "model.safetensors"), rtol=0.05, atol=5e-3
     )
-    assert (folder / "trained" / "checkpoints" / "step-000004" / "model.rank-1.safetensors").is_file()
+    saved = {path.name for path in (folder / parallel / "checkpoints" / "step-000004").glob("*.safetensors")}
+    own = {"rank-0.safetensors", "rank-1.safetensors"}
+    parts = [f"{name}{rank}.safetensors" for name in ("model", "optimizer", "run") for rank in RANK_FILES[parallel]]
+    assert saved == own | set(parts)
 
 
 def test_a_checkpoint_of_two_processes_is_told_from_one_of_one(folder: Path) -> None:
@@ -208,6 +217,21 @@ def test_a_checkpoint_of_two_processes_is_told_from_one_of_one(folder: Path) -> 
     assert (resumed.step, batches.num_taken) == (3, 3 * 2 * GLOBAL_BATCH)
     with pytest.raises(TrainingError, match="each file holds one process's pieces"):
         load_checkpoint(folder / "fsdp2-bf16-mixed-saved", run, allow_other_world_size=True)
+
+
+def test_ddp_s_own_exchange_of_bf16_gradients_is_refused(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(tiny_model())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with pytest.raises(
+            TrainingError, match=r"exchanges gradients in bf16; spread the model by bitwright\.training\."
+        ):
+            prepare(model, optimizer, policy="bf16-pure-sr")
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        prepare(model, optimizer, policy="bf16-mixed")
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_alone_nothing_is_spread() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from bitwright.cli import main
+from bitwright.cli.train_run import TrainingBar
 from bitwright.errors import BitwrightError, TrainingError
 from bitwright.training.batches import as_batch
 from bitwright.training.config import TrainConfig, parse_config
@@ -224,6 +227,30 @@ def test_adapters_are_trained_alone(
 
     base = transformers.AutoModelForCausalLM.from_pretrained(make_tiny_folder("llama"))
     peft.PeftModel.from_pretrained(base, summary.model)
+
+
+def test_a_terminal_has_one_moving_line() -> None:
+    shown = io.StringIO()
+    bar = TrainingBar(Console(file=shown, force_terminal=True, width=140, color_system=None))
+    facts = {"policy": "fp16-mixed", "reason": "as asked for", "trained_parameters": 5, "rows": 3, "validation_rows": 1}
+    record = {"loss": 2.5, "skipped": None, "level": "fp16", "scale": 1024.0, "tokens_per_s": 512.0}
+    with bar:
+        bar.began({**facts, "processes": 1, "notes": ("so it is",), "steps": 4, "first_step": 1})
+        bar.stepped({**record, "step": 2})
+        bar.stepped({**record, "step": 3, "skipped": "the gradient of lm_head.weight is not finite", "scale": 512.0})
+        bar.measured({"step": 3, "loss": 2.25, "error": 0.125, "tokens": 100})
+    text = shown.getvalue()
+    for part in (
+        "policy fp16-mixed (as asked for)",
+        "5 trained parameters, 3 sequences to learn from, 1 to measure on",
+        "note: so it is",
+        "going on after step 1",
+        "3/4 loss 2.5000  512 tokens/s  1 skipped  fp16  scale 512",
+        "step 3 was skipped: the gradient of lm_head.weight is not finite",
+        "step 3: validation loss 2.2500 ± 0.1250 (100 tokens)",
+    ):
+        assert part in text
+    assert bar.how_to_go_on(Path("a.toml")) == "saved after step 1; go on with: bitwright train a.toml --resume"
 
 
 def test_the_command(

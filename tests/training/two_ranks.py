@@ -141,14 +141,14 @@ def run_scenario(name: str, ranks: Ranks, folder: Path) -> None:
 
 
 def main() -> None:
-    """Run all scenarios, or those that are named; then FOLDER/train.toml, if it is there."""
+    """Run all scenarios, or those that are named; then FOLDER/*.toml."""
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     ranks, _ = start("cpu")
     for name in sys.argv[2:] or SCENARIOS:
         run_scenario(name, ranks, folder)
-    if (folder / "train.toml").exists():
-        train(read_config(folder / "train.toml"))
+    for file in sorted(folder.glob("*.toml")):
+        train(read_config(file))
     stop()
 
 

@@ -54,7 +54,11 @@ def train_run_command(
 
     with TrainingBar() as bar, announcing(bar.waiting):
         bar.say("reading the model and its text")
-        summary = train(asked, resume=resume, watcher=bar)
+        try:
+            summary = train(asked, resume=resume, watcher=bar)
+        except KeyboardInterrupt:
+            bar.say(bar.how_to_go_on(config))
+            raise
     if not _is_first_process():
         return
     if json:
@@ -73,7 +77,7 @@ class TrainingBar:
         self._total = 0
         self._num_skipped = 0
         self._told_s = -math.inf
-        self._validation = ""
+        self._saved_at: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -100,6 +104,7 @@ class TrainingBar:
         for note in facts["notes"]:
             self.say(f"note: {note}")
         if facts["first_step"]:
+            self._saved_at = facts["first_step"]
             self.say(f"going on after step {facts['first_step']:,}")
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._bar = Progress(
@@ -134,7 +139,14 @@ class TrainingBar:
         )
 
     def saved(self, checkpoint: Path, step: int) -> None:
-        """Nothing: the summary names the last one."""
+        """Remember it, for whoever stops the run."""
+        self._saved_at = step
+
+    def how_to_go_on(self, config: Path) -> str:
+        """What is left of a run that was stopped."""
+        if self._saved_at is None:
+            return "nothing was saved yet; checkpoint.every_steps saves now and then"
+        return f"saved after step {self._saved_at:,}; go on with: bitwright train {config} --resume"
 
     def _state(self, record: Mapping[str, Any]) -> str:
         scale = "" if record["scale"] is None else f"  scale {record['scale']:g}"

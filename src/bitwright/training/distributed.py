@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,6 +76,17 @@ def stop() -> None:
     """Leave the process group, where there is one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def joined(device: str = "auto") -> Iterator[tuple[Ranks, torch.device]]:
+    """`start`, and at the end `stop`, unless the processes had been joined before."""
+    was_joined = dist.is_available() and dist.is_initialized()
+    try:
+        yield start(device)
+    finally:
+        if not was_joined:
+            stop()
 
 
 def spread(model: nn.Module, parallel: str, ranks: Ranks) -> nn.Module:

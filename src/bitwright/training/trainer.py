@@ -26,7 +26,7 @@ import torch
 from bitwright.errors import TrainingError
 from bitwright.training.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.training.config import TrainConfig
-from bitwright.training.distributed import start, stop
+from bitwright.training.distributed import joined
 from bitwright.training.forward_region import forward_region
 from bitwright.training.loss_weights import loss_weights
 from bitwright.training.metrics_file import MetricsFile
@@ -80,20 +80,16 @@ def train(config: TrainConfig, *, resume: bool = False, watcher: Watcher | None 
     """
     raise_if_unusable_optimizer(config.optimizer.name, config.optimizer.options)
     raise_if_unknown_schedule(config.schedule.kind)
-    ranks, device = start(config.device)
-    try:
-        folder = _open_folder(config, ranks, resume=resume)
+    with joined(config.device) as (ranks, device):
         job = _Job(
             config=config,
-            folder=folder,
+            folder=_open_folder(config, ranks, resume=resume),
             ranks=ranks,
             device=device,
             prepared=set_up(config, ranks, device),
             watcher=watcher if watcher is not None and ranks.is_first else Unwatched(),
         )
         return job.run_to_the_end()
-    finally:
-        stop()
 
 
 def _open_folder(config: TrainConfig, ranks: Ranks, *, resume: bool) -> RunFolder:
