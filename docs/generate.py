@@ -527,6 +527,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "parity": measured_training.parity_table,
     "choice of policies": measured_training.choice_table,
     "cost of policies": measured_training.cost_table,
+    "recipes of products": measured_training.products_table,
+    "adapters": measured_training.adapters_table,
     "memory of training": memory_of_training,
     "gpu": measured.gpu_sentence,
     "vLLM": measured.vllm_table,

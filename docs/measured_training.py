@@ -201,6 +201,48 @@ _COMPARED = {
 }
 
 
+def adapters_table() -> str:
+    """Adapters against full fine-tuning."""
+    results = result("training-lora.json")
+    if results is None or not results.get("table"):
+        return missing("benchmarks/training/lora.py")
+    rows = [
+        (
+            row["variant"],
+            f"{row['trained'] / 1e6:,.1f} M",
+            f"{row['peak_bytes'] / 2**20:,.0f} MiB",
+            f"{row['predicted_peak_bytes'] / 2**20:,.0f} MiB",
+            "" if row["memory_over_full"] is None else f"{row['memory_over_full']:.2f} ×",
+            "" if row["time_over_full"] is None else f"{row['time_over_full']:.2f} ×",
+            f"{row['loss_before']:.3f} → {row['loss_after']:.3f}",
+        )
+        for row in results["table"]
+    ]
+    titles = ("", "trained:", "peak:", "predicted:", "of full's:", "CPU seconds, of full's:", "validation loss:")
+    return _filed(markdown_table(titles, rows), results, "lora", plot=False)
+
+
+def products_table() -> str:
+    """What emulated products of codes cost in whole steps."""
+    results = result("training-products.json")
+    if results is None:
+        return missing("benchmarks/training/products.py")
+    rows = [
+        (
+            name,
+            f"{row['step_s']:.2f} s",
+            f"{row['ratio_to_bf16']:.2f} × [{row['ratio_min']:.2f}, {row['ratio_max']:.2f}]",
+            f"{row['processor_ratio_to_bf16']:.2f} ×",
+            f"{row['kept_bytes'] / 2**20:,.0f} MiB",
+        )
+        for name, row in results["recipes"].items()
+    ]
+    titles = ("products", "a step:", "of bf16's:", "CPU seconds of bf16's:", "kept for the backward pass:")
+    shape = f"{results['sequences']} × {results['length']} tokens a step"
+    threads = f"{results['threads']} thread{'s' if results['threads'] > 1 else ''}"
+    return filed(markdown_table(titles, rows), results, "training-products.json", threads, shape)
+
+
 def _filed(table: str, results: Mapping[str, Any], part: str, *, plot: bool = True) -> str:
     name = f"training-{part}"
     threads = f"{results['threads']} thread{'s' if results['threads'] > 1 else ''}"
