@@ -556,3 +556,23 @@ def test_lost_numbers_are_counted_where_asked_for() -> None:
     assert (lost.num, lost.zeros, lost.flushed, lost.non_finite) == (64, 1, 1, 1)
     calm = replace(lost, overflowed=0)
     assert calm.flushed_share == 1 / 64
+
+
+@EVERY_RECIPE
+def test_zeros_are_zeros(recipe: ProductRecipe) -> None:
+    """A LoRA adapter starts with a matrix of zeros, and padding is tokens of zeros: scales of 0 spoil nothing."""
+    linear = layer(32, 16)
+    with torch.no_grad():
+        linear.weight.zero_()
+    installed_in(linear, recipe)
+    x = gaussian(8, 32).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x)
+    assert torch.equal(y, linear.bias.bfloat16().expand(8, 16))
+    y.backward(gaussian(8, 16).bfloat16())
+    assert x.grad is not None and torch.equal(x.grad, torch.zeros(8, 32))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(torch.zeros(8, 32))
+    linear.zero_grad()
+    y.backward(torch.zeros(8, 16).bfloat16())
+    assert linear.weight.grad is not None and torch.equal(linear.weight.grad, torch.zeros(16, 32))
