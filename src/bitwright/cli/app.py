@@ -15,7 +15,9 @@ from bitwright.cli import (
     bench,
     chat,
     comm,
+    comm_bench,
     comm_explain,
+    comm_fit,
     compare,
     export,
     formats,
@@ -87,6 +89,8 @@ def _create_comm_app() -> typer.Typer:
     app = typer.Typer(cls=PlainGroup, rich_markup_mode=None)
     app.callback(invoke_without_command=True)(comm.comm_command)
     app.command("explain", cls=PlainCommand)(comm_explain.explain_command)
+    app.command("bench", cls=PlainCommand)(comm_bench.bench_command)
+    app.command("fit", cls=PlainCommand)(comm_fit.fit_command)
     return app
 
 

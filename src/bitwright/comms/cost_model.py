@@ -134,7 +134,7 @@ def _choose(op: str, size: float, topology: Topology, algorithm: str | None) -> 
             beside = f", {others[0].algorithm} {1e6 * others[0].time_s:.0f} µs" if others else ""
             reason = f"NCCL's model takes the least: {first.algorithm}/{first.protocol} {1e6 * first.time_s:.0f} µs"
             return forms[first.algorithm], first.protocol, reason + beside
-    candidates = [form for form in forms.values() if _why_not(form, topology) is None and not form.is_engine_kernel]
+    candidates = [form for form in forms.values() if _why_not(form, topology) is None and form.is_chosen]
     times = {form.algorithm: _timed(form, size, topology, "", "", 0.0).time_s for form in candidates}
     best = min(candidates, key=lambda form: times[form.algorithm])
     if len(candidates) == 1:

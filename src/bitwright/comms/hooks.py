@@ -65,7 +65,7 @@ class WireHook:
             total += lost_mean
         own = encode(total, self.wire)
         everywhere = torch.empty(size * own.numel(), dtype=torch.uint8, device=own.device)
-        dist.all_gather_into_tensor(everywhere, own, group=self.group)
+        dist.all_gather_single(everywhere, own, group=self.group)
         means = torch.cat([decode(part, self.wire, shard) for part in everywhere.split(own.numel())])
         if self.error_feedback:
             kept = torch.cat([decode(part, self.wire, shard) for part in sent])

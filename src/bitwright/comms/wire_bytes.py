@@ -23,6 +23,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bitwright.comms.closed_forms import CLOSED_FORMS
+from bitwright.comms.schedule import Layout
+
 #: Collectives, as nccl-tests names them, and the factor f of bus bandwidth: busbw = f · S/t.
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -64,8 +67,8 @@ class WireForm:
     one_level: bool = False
     #: Only where a level joins units of several ranks.
     several_levels: bool = False
-    #: A kernel of serving engines, which no library of collectives would choose.
-    is_engine_kernel: bool = False
+    #: A library of collectives may choose it; kernels of serving engines have to be asked for.
+    is_chosen: bool = True
     #: Needs a switch that adds: at the innermost level, or at the outermost.
     switch: str = ""
 
@@ -82,7 +85,7 @@ def _all_to_all(place: Place) -> float:
     return (place.k - 1) * place.g / place.n
 
 
-WIRE_FORMS: tuple[WireForm, ...] = (
+_NATIVE: tuple[WireForm, ...] = (
     WireForm(op="all_reduce", algorithm="ring", per_byte=lambda p: 2 * (p.n - 1) / p.n / p.g, steps="ring", phases=2),
     WireForm(op="all_reduce", algorithm="tree", per_byte=_tree, steps="tree", phases=2),
     WireForm(
@@ -112,7 +115,7 @@ WIRE_FORMS: tuple[WireForm, ...] = (
         per_byte=_nvls,
         steps="direct",
         one_level=True,
-        is_engine_kernel=True,
+        is_chosen=False,
         switch="innermost",
     ),
     WireForm(
@@ -121,7 +124,7 @@ WIRE_FORMS: tuple[WireForm, ...] = (
         per_byte=lambda p: p.n - 1,
         steps="direct",
         one_level=True,
-        is_engine_kernel=True,
+        is_chosen=False,
     ),
     WireForm(
         op="all_reduce",
@@ -130,11 +133,35 @@ WIRE_FORMS: tuple[WireForm, ...] = (
         steps="direct",
         phases=2,
         one_level=True,
-        is_engine_kernel=True,
+        is_chosen=False,
     ),
     WireForm(op="all_gather", algorithm="ring", per_byte=lambda p: (p.n - 1) / p.n / p.g, steps="ring"),
     WireForm(op="reduce_scatter", algorithm="ring", per_byte=lambda p: (p.n - 1) / p.n / p.g, steps="ring"),
     WireForm(op="all_to_all", algorithm="pairwise", per_byte=_all_to_all, steps="direct"),
     WireForm(op="broadcast", algorithm="ring", per_byte=lambda p: 1 / p.g, steps="ring"),
     WireForm(op="send_recv", algorithm="direct", per_byte=lambda p: 1.0, steps="direct"),
+)
+
+
+def _of_schedule(op: str, algorithm: str) -> WireForm:
+    """A schedule that libraries do not choose, where one level joins all ranks."""
+    busiest = CLOSED_FORMS[op, algorithm].busiest
+    return WireForm(
+        op=op,
+        algorithm=algorithm,
+        per_byte=lambda p: float(busiest(p.n, Layout(ranks_per_node=p.n, num_segments=1))),
+        steps="direct",
+        one_level=True,
+        is_chosen=False,
+    )
+
+
+#: What a switch or a library does, and the schedules beside it.
+WIRE_FORMS: tuple[WireForm, ...] = (
+    *_NATIVE,
+    *(
+        _of_schedule(op, algorithm)
+        for op, algorithm in CLOSED_FORMS
+        if (op, algorithm) not in {(form.op, form.algorithm) for form in _NATIVE}
+    ),
 )
