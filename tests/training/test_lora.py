@@ -111,6 +111,35 @@ def test_training_lowers_the_loss_on_codes(make_tiny_model: Callable[..., Any]) 
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.parametrize(
+    ("policy", "fields"),
+    [
+        ("bf16-mixed", {"base": "bf16"}),
+        ("bf16-mixed", {"base": "int4_g32"}),
+        ("bf16-mixed", {"base": "fp8_w"}),
+        ("bf16-pure-sr", {"base": "bf16", "adapters": "bf16"}),
+        ("fp32", {"base": "fp32"}),
+    ],
+)
+def test_prepare_trains_them(make_tiny_model: Callable[..., Any], policy: str, fields: dict[str, str]) -> None:
+    from bitwright.training.prepare import prepare
+
+    model = add_lora(make_tiny_model("llama"), rank=4, **fields).train()
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in trained]
+    run = prepare(model, torch.optim.AdamW(trained, lr=1e-2), policy=policy, max_grad_norm=1.0)
+    losses = []
+    for _ in range(6):
+        with run.step() as step:
+            step.backward(model(input_ids=TOKENS, labels=TOKENS).loss)
+        assert run.last is not None
+        losses.append(run.last.loss)
+    assert run.counters.skipped == 0 and losses[-1] < losses[0]
+    assert all(torch.equal(model.get_parameter(name), p) for name, p in frozen.items())
+    assert all(not torch.equal(p, old) for p, old in zip(trained, before, strict=True))
+
+
 def test_adapters_in_bf16(make_tiny_model: Callable[..., Any]) -> None:
     model = add_lora(make_tiny_model("llama"), rank=4, adapters="bf16")
     assert {model.get_parameter(name).dtype for name in trained_names(model)} == {torch.bfloat16}

@@ -240,8 +240,8 @@ def _print(
     print_table(console, table)
     console.print(
         Text(
-            "All predicted. On top: buffers of collectives, the allocator's reserve, and 4 B a parameter while an optimizer "
-            "that is not fused steps.",
+            "All predicted. On top: buffers of collectives, the allocator's reserve, and 4 B a parameter while an "
+            "optimizer that is not fused steps.",
             style="dim",
         )
     )

@@ -1,7 +1,7 @@
 """What a policy comes to in memory: bits of every parameter and of every kept activation, for `hardware/memory`.
 
     parameters      those of the policy; fp32 ones are the masters
-    copies          what products read of a weight: 16 bits under autocast, the codes of W under a recipe
+    copies          what products read of a weight: 16 bits under autocast; codes of W are written anew for each product
     gradients       in the format that the policy adds them up in (`gradient_storage.py`)
     moments         as many as the optimizer keeps, in the policy's format
     compensation    16 bits for the update rule that keeps what rounding lost
@@ -23,7 +23,7 @@ from bitwright.hardware.memory.training import AdapterSetup
 from bitwright.quantize.catalogs import SCHEMES
 from bitwright.training.pieces import BATCH_ELEMENTS
 from bitwright.training.policy import Policy
-from bitwright.training.product_recipe import OperandRule
+from bitwright.training.product_recipe import OperandRule, ProductRecipe
 from bitwright.training.update import UPDATES
 
 Masters = Literal["in model", "in optimizer"]
@@ -59,13 +59,12 @@ def state_bits(policy: Policy, *, optimizer: str = "adamw", masters: Masters = "
             "masters to keep in the optimizer; leave them in the model"
         )
     held = compute if in_optimizer else own
-    codes = 0.0 if policy.products is None else _kept_codes(policy.products.operands)
-    copies = codes or (compute if compute < held else 0.0)
+    copies = compute if compute < held else 0.0
     return StateBits(
         parameters=held,
         masters=own if in_optimizer else 0.0,
-        copies=copies,
-        head_copies=compute if compute < held else 0.0,
+        copies=copies if policy.products is None else 0.0,
+        head_copies=copies,
         gradients=held if in_optimizer else max(held, stored_bits(policy.gradients)),
         moments=moments,
         compensation=16.0 if UPDATES[policy.update].is_compensated else 0.0,
@@ -91,14 +90,14 @@ def activation_setup(
         "stream_bits": max(own, compute),
         "compute_bits": compute,
     }
-    if policy.products is not None:
-        fields["input_bits"] = _operand_bits(policy.products.operands["wgrad_x"])
+    if policy.products is not None and _keeps_codes(policy.products):
+        fields |= {"input_bits": _operand_bits(policy.products.forward_x), "casts_each_input": False}
     return ActivationSetup(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def _kept_codes(operands: dict[str, OperandRule]) -> float:
-    """Bits of the codes of a weight that are alive from the forward to the backward pass."""
-    return _operand_bits(operands["dgrad_w"])
+def _keeps_codes(recipe: ProductRecipe) -> bool:
+    """Whether layers keep the codes of their inputs for the backward pass; else they keep the inputs."""
+    return recipe.operands["forward_x"].shares_codes(recipe.operands["wgrad_x"])
 
 
 def _operand_bits(rule: OperandRule) -> float:

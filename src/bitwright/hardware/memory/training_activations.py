@@ -65,9 +65,9 @@ class ActivationSetup:
     dropout_bits: float = 0.0
     #: Tensors that the activation function keeps: 1 where it is one kernel (the tanh form of GELU in torch: 4).
     activation_tensors: int = 1
-    #: Whether each matrix keeps its own cast of its input, as under autocast with a wider residual stream, and where
-    #: adapters are wider than the stream.
-    casts_each_input: bool = False
+    #: Whether each matrix keeps a cast of its own of an input that it shares with others. None: it does where the
+    #: residual stream has other bits, as under autocast.
+    casts_each_input: bool | None = None
     recompute: Recompute = "none"
 
     def __post_init__(self) -> None:
@@ -95,7 +95,8 @@ class ActivationSetup:
     @property
     def casts(self) -> bool:
         """Whether each matrix keeps a cast of its own of the input that it shares with others."""
-        return self.casts_each_input or self.stream_bits != self.kept_input_bits
+        differs = self.stream_bits != self.kept_input_bits
+        return differs if self.casts_each_input is None else self.casts_each_input
 
     @property
     def tokens(self) -> int:
