@@ -56,6 +56,7 @@ def fit_bench_files(paths: Sequence[Path], name: str) -> Fit:
             hop_latency_s=None,
             full_mesh=False,
             switch_reduces=False,
+            is_shared=False,
             curves=(),
             source=f"comm fit {path.name}",
             certainty="measured",

@@ -64,6 +64,8 @@ class Level:
     full_mesh: bool
     #: The switch adds and copies: NVLS in a node, SHARP between nodes.
     switch_reduces: bool
+    #: The ranks below one unit share its links, so that one of them alone may have all; otherwise each has its own.
+    is_shared: bool
     curves: tuple[Curve, ...]
     source: str
     certainty: Certainty

@@ -7,7 +7,7 @@
     medium = "nvlink"                 # nvlink, pci or network: whose latencies hold
     members = 8                       # of a full unit
     one_way_gb_per_s = 450            # of one rank
-    switch_reduces = true             # optional, as are full_mesh and hop_latency_s
+    switch_reduces = true             # optional, as are full_mesh, is_shared and hop_latency_s
     source = "…"
     certainty = "read"
     [[levels.curves]]                 # what somebody measured there; optional
@@ -61,6 +61,7 @@ class _LevelSection(_Section):
     hop_latency_s: _Positive | None = None
     full_mesh: bool = False
     switch_reduces: bool = False
+    is_shared: bool = False
     curves: list[_CurveSection] = []
     source: _Text
     certainty: Certainty
@@ -137,6 +138,7 @@ def _level(section: _LevelSection, where: str, file: str) -> Level:
         hop_latency_s=section.hop_latency_s,
         full_mesh=section.full_mesh,
         switch_reduces=section.switch_reduces,
+        is_shared=section.is_shared,
         curves=tuple(
             Curve(
                 algorithm=curve.algorithm,
@@ -215,6 +217,7 @@ def write_topology_text(topology: Topology) -> str:
                 hop_latency_s=level.hop_latency_s,
                 full_mesh=level.full_mesh or None,
                 switch_reduces=level.switch_reduces or None,
+                is_shared=level.is_shared or None,
                 source=level.source,
                 certainty=level.certainty,
             )

@@ -1,0 +1,134 @@
+"""How long a schedule takes on a topology, message by message: for algorithms that no library has a curve of.
+
+Each rank has a clock. A step of a rank starts when its last one has ended and its partners are there, and takes
+
+    α + max over the links that its messages pass of  V/B · (1 + √(H/V))
+
+with V the bytes that the step puts on that link in that direction: a rank's own link, and at each level that a message
+crosses the links of the unit it leaves and of the one it enters. α, B and H are those of a message at the outermost
+level that the step crosses (the curve of `send_recv` there, which `comm fit` finds). Ranks wait only for their
+partners, so that steps of a pipeline overlap where the schedule lets them.
+
+What it does not know: two steps of different ranks that happen to share a link at one time, and the work of the
+processor that adds and copies. Sources: Hockney 1994 (α + S/B); Culler et al. 1993, LogP (clocks by process).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bitwright.comms.schedule import Schedule, Transfer
+from bitwright.comms.topology import Curve, Topology
+from bitwright.errors import CommsError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Tier:
+    """A level as messages see it: units of `size` ranks are joined, each through links of so many bytes a second."""
+
+    kind: str
+    #: Ranks below each unit that the level joins.
+    size: int
+    curve: Curve
+    #: What the links of one unit carry for one of its ranks, and for all of them.
+    rank_rate: float
+    unit_rate: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleCost:
+    """What a schedule is predicted to take."""
+
+    time_s: float
+    #: When each rank is through.
+    ends_s: tuple[float, ...]
+    #: Level → share of all steps' times in which it was the slowest link, by seconds.
+    bounds: dict[str, float]
+
+
+def schedule_time(schedule: Schedule, num_bytes: float, topology: Topology) -> ScheduleCost:
+    """Return the predicted time of a schedule over all ranks of a topology.
+
+    Args:
+        schedule: over as many ranks as the topology has.
+        num_bytes: S, of the whole buffer.
+        topology: each spanned level with a curve of `direct` messages (or of rings, which are its next of kin).
+
+    Raises:
+        CommsError: another number of ranks.
+    """
+    if schedule.num_ranks != topology.num_ranks:
+        raise CommsError(
+            f"a schedule of {schedule.num_ranks} ranks on {topology.num_ranks} ranks of {topology.spelled}; make them "
+            "as many"
+        )
+    tiers = _tiers(topology)
+    halves = 2 if schedule.op == "all_to_all" else 1
+    chunk = num_bytes * halves / schedule.num_chunks
+    clocks = [0.0] * schedule.num_ranks
+    bounds = {tier.kind: 0.0 for tier in tiers}
+    for step in schedule.steps():
+        _take(step, chunk, tiers, clocks, bounds)
+    return ScheduleCost(time_s=max(clocks, default=0.0), ends_s=tuple(clocks), bounds=bounds)
+
+
+def _take(
+    step: Iterable[Transfer], chunk: float, tiers: list[_Tier], clocks: list[float], bounds: dict[str, float]
+) -> None:
+    sent = [item for item in step if item.source != item.destination]
+    loads: dict[tuple[int, int, bool, bool], float] = {}
+    for item in sent:
+        for key in _links(item, tiers):
+            loads[key] = loads.get(key, 0.0) + (item.stop - item.first) * chunk
+    starts = list(clocks)
+    for item in sent:
+        keys = _links(item, tiers)
+        seconds, kind = max((_seconds(loads[key], tiers[key[0]], key[3]), tiers[key[0]].kind) for key in keys)
+        crossed = tiers[max(key[0] for key in keys)]
+        end = max(starts[item.source], starts[item.destination]) + (crossed.curve.latency_s or 0.0) + seconds
+        bounds[kind] += seconds
+        clocks[item.source] = max(clocks[item.source], end)
+        clocks[item.destination] = max(clocks[item.destination], end)
+
+
+def _links(item: Transfer, tiers: list[_Tier]) -> list[tuple[int, int, bool, bool]]:
+    """(tier, whose link, outwards, of one rank) of every link that a message passes."""
+    found = []
+    for index, tier in enumerate(tiers):
+        source, destination = item.source // tier.size, item.destination // tier.size
+        if source == destination:
+            continue
+        # A rank's share of a unit's links binds where it has links of its own.
+        found += [(index, item.source, True, True), (index, item.destination, False, True)]
+        if tier.size > 1:
+            found += [(index, source, True, False), (index, destination, False, False)]
+    return found
+
+
+def _seconds(load: float, tier: _Tier, is_of_rank: bool) -> float:
+    if load <= 0:
+        return 0.0
+    rate = tier.rank_rate if is_of_rank else tier.unit_rate
+    return load / rate * (1 + math.sqrt(tier.curve.half_size_bytes / load))
+
+
+def _tiers(topology: Topology) -> list[_Tier]:
+    found = []
+    for level, _, below in topology.spanned:
+        curve = level.curve("send_recv", "direct") or level.curve("all_reduce", "ring")
+        if curve is None:
+            ceiling = 0.83 * level.one_way_gb_per_s
+            curve = Curve(algorithm="direct", ceiling_gb_per_s=ceiling, half_size_bytes=0.0)
+        rate = 1e9 * curve.ceiling_gb_per_s
+        found.append(
+            _Tier(
+                kind=level.kind,
+                size=below,
+                curve=curve,
+                rank_rate=rate * (below if level.is_shared else 1),
+                unit_rate=rate * below,
+            )
+        )
+    return found

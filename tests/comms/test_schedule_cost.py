@@ -1,0 +1,91 @@
+"""Times of schedules: the α–β forms where they are known, and which algorithm wins where."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from bitwright.comms import Topology, topology
+from bitwright.comms.collectives import schedule
+from bitwright.comms.schedule_cost import schedule_time
+from bitwright.errors import CommsError
+
+ALPHA, RATE = 10e-6, 1e9
+LEVEL = """
+[[levels]]
+kind = "{kind}"
+medium = "network"
+members = {members}
+one_way_gb_per_s = {rate}
+{more}source = "a test"
+certainty = "derived"
+[[levels.curves]]
+algorithm = "direct"
+ceiling_gb_per_s = {rate}
+latency_s = {alpha}
+"""
+
+
+def cluster(folder: Path, *levels: tuple[int, float, float], shared: bool = False) -> Topology:
+    """Levels of (members, bytes/s of a rank, α), innermost first."""
+    text = 'name = "test"\n'
+    for index, (members, rate, alpha) in enumerate(levels):
+        more = "is_shared = true\n" if shared and index else ""
+        text += LEVEL.format(kind=f"level {index}", members=members, rate=rate / 1e9, alpha=alpha, more=more)
+    path = folder / "test.toml"
+    path.write_text(text, encoding="utf-8")
+    return topology(str(path))
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+@pytest.mark.parametrize("size", [0, 1 << 20])
+def test_one_level_is_alpha_and_beta(n: int, size: int, tmp_path: Path) -> None:
+    """Thakur, Rabenseifner and Gropp 2005, without the additions."""
+    flat = cluster(tmp_path, (n, RATE, ALPHA))
+    log = int(math.log2(n))
+    wanted = {
+        "ring": 2 * (n - 1) * ALPHA + 2 * (n - 1) / n * size / RATE,
+        "recursive_doubling": log * (ALPHA + size / RATE),
+        "halving_doubling": 2 * log * ALPHA + 2 * (n - 1) / n * size / RATE,
+        "one_shot": ALPHA + (n - 1) * size / RATE,
+        "two_shot": 2 * ALPHA + 2 * (n - 1) / n * size / RATE,
+    }
+    for algorithm, seconds in wanted.items():
+        found = schedule_time(schedule("all_reduce", algorithm, n), size, flat).time_s
+        assert found == pytest.approx(seconds, rel=1e-9), algorithm
+
+
+def test_a_long_pipeline_through_two_trees_takes_two_passes(tmp_path: Path) -> None:
+    n, size = 16, 1 << 30
+    flat = cluster(tmp_path, (n, RATE, 0.0 or 1e-12))
+    found = schedule_time(schedule("all_reduce", "tree", n, num_segments=128), size, flat).time_s
+    assert found == pytest.approx(2 * size / RATE, rel=0.1)
+
+
+def test_nodes_are_left_through_their_own_links(tmp_path: Path) -> None:
+    size = 1 << 26
+    own = cluster(tmp_path, (4, 100 * RATE, 1e-9), (4, RATE, 1e-9))
+    flat = schedule_time(schedule("all_reduce", "ring", 16), size, own).time_s
+    nodes = schedule_time(schedule("all_reduce", "hierarchical", 16, ranks_per_node=4), size, own).time_s
+    # One rank of a node sends for all through one link of four; or each its share through its own.
+    assert flat == pytest.approx(2 * 15 / 16 * size / RATE, rel=0.1)
+    assert nodes == pytest.approx(2 * 3 / 4 * size / 4 / RATE, rel=0.15)
+    shared = cluster(tmp_path, (4, 100 * RATE, 1e-9), (4, RATE, 1e-9), shared=True)
+    assert schedule_time(schedule("all_reduce", "ring", 16), size, shared).time_s == pytest.approx(flat / 4, rel=0.1)
+
+
+def test_trees_win_small_and_rings_large(tmp_path: Path) -> None:
+    slow = cluster(tmp_path, (16, RATE, 1e-3))
+    small, large = (
+        {a: schedule_time(schedule("all_reduce", a, 16), size, slow).time_s for a in ("ring", "tree")}
+        for size in (1 << 10, 1 << 28)
+    )
+    assert small["tree"] < small["ring"]
+    assert large["ring"] < large["tree"]
+
+
+def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CommsError, match="4 ranks on 8 ranks"):
+        schedule_time(schedule("all_reduce", "ring", 4), 8, cluster(tmp_path, (8, RATE, ALPHA)))
