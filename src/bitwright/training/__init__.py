@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from bitwright.training.config import TrainConfig, read_config
     from bitwright.training.forward_region import forward_region
     from bitwright.training.held_parameters import cast_parameters
+    from bitwright.training.lora import LoraSettings, add_lora, lora_sizes
     from bitwright.training.loss_scale import LossScaler, LossScaleRule
     from bitwright.training.operation_table import operation_table
     from bitwright.training.policy import POLICIES, Policy, policy_named
@@ -32,14 +33,18 @@ if TYPE_CHECKING:
     from bitwright.training.step import StepResult
     from bitwright.training.token_rows import TokenRows, read_token_rows
     from bitwright.training.trainer import train
+    from bitwright.training.training_plan import PlannedPolicy, PlanRequest, make_training_plan, policy_of_plan
     from bitwright.training.update import UPDATES
 
 _HOMES = {
     "Batches": "bitwright.training.batches",
     "Chosen": "bitwright.training.choose",
+    "LoraSettings": "bitwright.training.lora",
     "LossScaleRule": "bitwright.training.loss_scale",
     "LossScaler": "bitwright.training.loss_scale",
     "POLICIES": "bitwright.training.policy",
+    "PlanRequest": "bitwright.training.training_plan",
+    "PlannedPolicy": "bitwright.training.training_plan",
     "Policy": "bitwright.training.policy",
     "RunCounters": "bitwright.training.run_settings",
     "StepResult": "bitwright.training.step",
@@ -47,14 +52,18 @@ _HOMES = {
     "TrainConfig": "bitwright.training.config",
     "TrainingRun": "bitwright.training.run",
     "UPDATES": "bitwright.training.update",
+    "add_lora": "bitwright.training.lora",
     "cast_parameters": "bitwright.training.held_parameters",
     "checked_batches": "bitwright.training.batch_check",
     "choose_policy": "bitwright.training.choose",
     "find_policy": "bitwright.training.prepare",
     "forward_region": "bitwright.training.forward_region",
     "load_checkpoint": "bitwright.training.checkpoint",
+    "lora_sizes": "bitwright.training.lora",
+    "make_training_plan": "bitwright.training.training_plan",
     "operation_table": "bitwright.training.operation_table",
     "policy_named": "bitwright.training.policy",
+    "policy_of_plan": "bitwright.training.training_plan",
     "prepare": "bitwright.training.prepare",
     "read_config": "bitwright.training.config",
     "read_token_rows": "bitwright.training.token_rows",
@@ -68,22 +77,29 @@ __all__ = [
     "UPDATES",
     "Batches",
     "Chosen",
+    "LoraSettings",
     "LossScaleRule",
     "LossScaler",
+    "PlanRequest",
+    "PlannedPolicy",
     "Policy",
     "RunCounters",
     "StepResult",
     "TokenRows",
     "TrainConfig",
     "TrainingRun",
+    "add_lora",
     "cast_parameters",
     "checked_batches",
     "choose_policy",
     "find_policy",
     "forward_region",
     "load_checkpoint",
+    "lora_sizes",
+    "make_training_plan",
     "operation_table",
     "policy_named",
+    "policy_of_plan",
     "prepare",
     "read_config",
     "read_token_rows",
