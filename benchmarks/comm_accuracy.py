@@ -68,9 +68,8 @@ def report(
     if show_rows:
         for found in sorted(predictions, key=lambda p: (p.group, p.row)):
             mark = "calibrated" if found.is_calibration else ""
-            print(
-                f"    {found.row:12} {found.group:40} {found.measured:10.4g} {found.predicted:10.4g} {found.error:+7.1%} {mark}"
-            )
+            figures = f"{found.measured:10.4g} {found.predicted:10.4g} {found.error:+7.1%}"
+            print(f"    {found.row:12} {found.group:40} {figures} {mark}")
     reasons = Counter(entry.reason for entry in left)
     print(f"  left out: {len(left)}")
     for reason, count in reasons.most_common():

@@ -2,8 +2,9 @@
 
     least   Σ ((log predicted - log measured) / 0.05)² + Σ (log factor / width)²
 
-over the factors of `Tuning`: compute (0.5; around `TYPICAL`), attention beyond that (0.4), collectives within a node (0.1) and
-across nodes (0.6). Factors that the three rows say nothing about stay where they are. No other figure is changed; what is predicted of other rows follows.
+over the factors of `Tuning`: compute (0.5; around `TYPICAL`), attention beyond that (0.4), collectives within a node
+(0.1) and across nodes (0.6). Factors that the three rows say nothing about stay where they are. No other figure is
+changed; what is predicted of other rows follows.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A group is one file of a source on one device, each kernel of its own where a file compares kernels; best shapes of many
 devices are one group. Three rows calibrate it: fewest, median and most
-operations; three factors follow, of computing, of moving and of launching. The sweeps that `parallel/efficiency` was
+operations; three factors follow, of computing, of moving and of launching. The sweeps that `parallel/efficiencies` were
 fitted to (microsoft/vidur) are not calibrated again, and are told apart in the report: what one of their models says of
 the other is what `fit_products.py` prints.
 """
@@ -20,7 +20,6 @@ from bitwright.hardware.device import Device
 from bitwright.hardware.roofline import matmul_tflops
 from bitwright.parallel.efficiency import Efficiency
 from bitwright.parallel.gemm_time import SPLITS, gemm_time, quantize_time_s
-
 from comm_rows.fit import fit_factors
 from comm_rows.read import LeftOut, Prediction, calibration_rows, read_rows
 from comm_rows.sources import find_device

@@ -16,7 +16,6 @@ from bitwright.hardware.memory import StateBits
 from bitwright.parallel.job import Job
 from bitwright.parallel.memory import AROUND_BYTES, MemoryFacts, layout_memory
 from bitwright.parallel.step_time import shard_parameters
-
 from comm_rows.fit import fit_factors
 from comm_rows.read import LeftOut, Prediction, calibration_rows, read_rows
 from comm_rows.training import find_job

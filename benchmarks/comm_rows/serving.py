@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any
 
 from bitwright.parallel.serving_time import ServingJob, decode_time, prefill_time
-
 from comm_rows.fit import fit_factors
 from comm_rows.read import LeftOut, Prediction, calibration_rows, read_rows
 from comm_rows.shapes import shape_of
@@ -63,8 +62,8 @@ _PRECISIONS = (
 )
 _WIDTHS = {"memory": 0.2, "packed": 0.1, "launch": 1.0}
 #: Engine → share of the bandwidth that its packed weights reach at 8 bits and at fewer, and how many times as many
-#: launches it has as a captured graph of fused kernels: llama.cpp's builds of these rows had no graphs, and a kernel for
-#: every operation.
+#: launches it has as a captured graph of fused kernels: llama.cpp's builds of these rows had no graphs, and a kernel
+#: for every operation.
 _ENGINES = {"llama.cpp": (0.92, 0.92, 2.0), "exllamav2": (0.9, 0.9, 1.0), "gpt-fast": (0.85, 0.7, 1.0)}
 #: Shapes that the rows do not give.
 _NAMES = {"llama 7b": "llama2-7b", "llama 70b": "llama2-70b", "llama-13b": "llama2-13b", "codellama-34b": "llama2-34b"}

@@ -17,7 +17,6 @@ from bitwright.parallel.layout import Layout, why_not
 from bitwright.parallel.numerics import numerics_of
 from bitwright.parallel.step_time import model_flops_per_token, shard_parameters, step_time
 from bitwright.training.policy import policy_named
-
 from comm_rows.fit import fit_factors
 from comm_rows.read import LeftOut, Prediction, calibration_rows, read_rows
 from comm_rows.shapes import shape_of

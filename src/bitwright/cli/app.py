@@ -30,6 +30,9 @@ from bitwright.cli import (
     import_,
     memory,
     optimize,
+    parallel,
+    parallel_plan,
+    parallel_timeline,
     run_,
     schemes,
     show,
@@ -71,6 +74,7 @@ def create_app() -> typer.Typer:
     app.command("schemes", cls=PlainCommand)(schemes.schemes_command)
     app.add_typer(_create_hardware_app(), name="hardware")
     app.add_typer(_create_comm_app(), name="comm")
+    app.add_typer(_create_parallel_app(), name="parallel")
     app.command("memory", cls=PlainCommand)(memory.memory_command)
     app.add_typer(_create_train_app(), name="train")
     return app
@@ -91,6 +95,14 @@ def _create_comm_app() -> typer.Typer:
     app.command("explain", cls=PlainCommand)(comm_explain.explain_command)
     app.command("bench", cls=PlainCommand)(comm_bench.bench_command)
     app.command("fit", cls=PlainCommand)(comm_fit.fit_command)
+    return app
+
+
+def _create_parallel_app() -> typer.Typer:
+    app = typer.Typer(cls=PlainGroup, rich_markup_mode=None)
+    app.callback(invoke_without_command=True)(parallel.parallel_command)
+    app.command("plan", cls=PlainCommand)(parallel_plan.plan_command)
+    app.command("timeline", cls=PlainCommand)(parallel_timeline.timeline_command)
     return app
 
 

@@ -1,4 +1,4 @@
-"""What kernels reach on a device: one TOML file a device in `efficiency/`, found from many published products at once.
+"""What kernels reach on a device: one TOML file a device in `efficiencies/`, found from many published products.
 
     device             a name of `hardware/devices`
     num_units          processors that each compute one tile at a time
@@ -8,8 +8,8 @@
     prologue_columns   columns of the summed dimension that starting and ending a tile cost
     sharpness          how far computing and moving overlap: 1 not at all, large: only the slower one counts
     [matmul_share]     format → share of the peak that full tiles reach
-    [attention_share]  forward, backward: share of the 16-bit peak that fused attention reaches; stored: batched products
-                       whose scores are written out
+    [attention_share]  forward, backward: share of the 16-bit peak that fused attention reaches; stored: batched
+                       products whose scores are written out
     contention         how much slower products run beside a collective
     unaligned_share    of the 16-bit peak, where a head is no multiple of 8 wide and the matrix units are not used
 
@@ -146,7 +146,7 @@ def parse_efficiency(content: bytes, file: str) -> Efficiency:
 EFFICIENCIES: FileCatalog[Efficiency] = FileCatalog(
     kind="efficiency",
     package="bitwright.parallel",
-    folder="efficiency",
+    folder="efficiencies",
     read=parse_efficiency,
     aliases=lambda record: (),
     error=HardwareError,

@@ -3,19 +3,21 @@
 A kernel cuts the output [m, n] into tiles; each of a device's `u` processors computes one at a time, so tiles come in
 waves, and the last one may be nearly empty. Along k the sum may be split over `c` processors. For a choice of tile:
 
-    computing   ⌈⌈m/tm⌉·⌈n/tn⌉·c / u⌉ · 2·tm·tn·(k/c + k₀) / (peak/u · share · tile's share) + 8·m·n·c/bandwidth if c > 1
+    computing   ⌈⌈m/tm⌉·⌈n/tn⌉·c / u⌉ · 2·tm·tn·(k/c + k₀) / (peak/u · share · tile's share)
+                and where c > 1 its parts are written: 4·m·n·c / (memory_share · bandwidth)
     moving      (m·k·bₓ + n·k·b_w + m·n·b_y + half_bytes) / (memory_share · bandwidth)
     time        launch + (computing^p + moving^p)^(1/p)
 
-and the library takes the tile that is least; up to 16 rows it may take none (a kernel of vectors). `k₀` columns are what filling and draining a tile costs; `p` says how far
-moving hides behind computing. Bytes that a transfer needs to reach half of the bandwidth are a constant added to it.
+and the library takes the tile that is least; up to 16 rows it may take none (a kernel of vectors). `k₀` columns are
+what filling and draining a tile costs; `p` says how far moving hides behind computing. Bytes that a transfer needs to
+reach half of the bandwidth are a constant added to it.
 
 One fixed share of the peak misses by 13 % on published products of an H100 with more than 512 rows, and by 21 to 27 %
 below; see `benchmarks/comm_accuracy.py` for what this form misses by, on shapes that it was not fitted to as well.
 Source of the form: NVIDIA, "Matrix Multiplication Background User's Guide" (tile and wave quantisation).
 
-Low precision costs its codes: `quantize_time_s` is what reads, rounds and writes an operand. A scale found on the tensor
-itself takes one more pass over it first. Every time is *predicted*.
+Low precision costs its codes: `quantize_time_s` is what reads, rounds and writes an operand. A scale found on the
+tensor itself takes one more pass over it first. Every time is *predicted*.
 """
 
 from __future__ import annotations

@@ -36,6 +36,10 @@ class Software:
     bucket_bytes: float = 25 * 2**20
 
 
+#: What current libraries do.
+DEFAULT_SOFTWARE = Software()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
     """What a calibration found: how many times longer than alone work and collectives take within a step."""
@@ -65,7 +69,7 @@ class Job:
     device: Device
     efficiency: Efficiency
     network: Network
-    software: Software = Software()
+    software: Software = DEFAULT_SOFTWARE
     tuning: Tuning = TYPICAL
 
     @property

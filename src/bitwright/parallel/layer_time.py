@@ -6,9 +6,9 @@ With T tokens of a GPU, h hidden, q and kv columns of the heads, f columns of th
     backward     dgrad [T, in, out] and wgrad [out, in, T] of each; wgrad adds to fp32 sums where there are several
                  micro-batches
     experts      E/ep of them side by side, each with T·k·ep/E tokens: one grouped product
-    attention    4·q/t·pairs operations forward, 2.5 times as many backward where fused (scores once more), 2 times where
-                 stored; causal: half of the pairs where fused. Stored scores are also moved: about 13 bytes a score
-                 forward and 20 backward at 16 bits (written, softmax read and written, dropped, read)
+    attention    4·q/t·pairs operations forward, 2.5 times as many backward where fused (scores once more), 2 times
+                 where stored; causal: half of the pairs where fused. Stored scores are also moved: about 13 bytes a
+                 score forward and 20 backward at 16 bits (written, softmax read and written, dropped, read)
     elementwise  10·h + 3·f (2·f without a gate) + 2·(q + kv) values a token read or written, twice that backward
     tp           2 all-reduces of T·h activations each way; with sequence parallelism as many bytes in all-gathers and
                  reduce-scatters, and two more gathers backward

@@ -106,7 +106,7 @@ class Layout:
         parts += [f"mb{self.micro_batch}"]
         parts += [f"v{self.interleave}"] if self.interleave > 1 else []
         parts += [self.schedule] if self.pp > 1 and self.schedule != "1f1b" else []
-        parts += [f"recompute {self.recompute}"] if self.recompute != "none" else []
+        parts += [f"recompute-{self.recompute}"] if self.recompute != "none" else []
         return " ".join(parts)
 
 
@@ -114,8 +114,8 @@ def why_not(layout: Layout, shape: ModelShape, *, sequence: int, num_gpus: int, 
     """Return why a model cannot be divided so, or None where it can be."""
     if layout.num_gpus != num_gpus:
         return (
-            f"dp {layout.dp} × tp {layout.tp} × cp {layout.cp} × pp {layout.pp} is {layout.num_gpus} GPUs, and there are "
-            f"{num_gpus}"
+            f"dp {layout.dp} × tp {layout.tp} × cp {layout.cp} × pp {layout.pp} is {layout.num_gpus} GPUs, and there "
+            f"are {num_gpus}"
         )
     if shape.num_heads % layout.tp or (shape.num_kv_heads % layout.tp and layout.tp % shape.num_kv_heads):
         return f"tp {layout.tp} does not divide {shape.num_heads} heads and {shape.num_kv_heads} key–value heads"

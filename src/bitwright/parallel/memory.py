@@ -1,4 +1,4 @@
-"""What a layout takes on its fullest GPU: states, activations of every micro-batch in flight, logits, and what is around.
+"""What a layout takes on its fullest GPU: states, activations of micro-batches in flight, logits, what is around.
 
 Bits of states and of one layer's activations come from `hardware/memory`; here they are counted for a stage:
 
@@ -18,14 +18,14 @@ section 4; Rajbhandari et al., arXiv:1910.02054. Everything is *predicted*.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bitwright.hardware.memory import ActivationSetup, StateBits
 from bitwright.hardware.memory.training_activations import layer_bits
 from bitwright.parallel.job import Job
-from bitwright.parallel.step_time import head_time_s, stage_layers
 from bitwright.parallel.layer_time import backward_time, forward_time
+from bitwright.parallel.step_time import head_time_s, stage_layers
 
 #: Bytes of the driver's context, of libraries and of the buffers of collectives, where nothing was calibrated.
 AROUND_BYTES = 2.5e9
@@ -37,7 +37,7 @@ RESERVED_SHARE = 0.05
 class MemoryFacts:
     """How a library keeps what a step needs; the defaults are Megatron-LM's and DeepSpeed's in 16 bits."""
 
-    states: StateBits = StateBits(parameters=16, masters=32, gradients=32, moments=64)
+    states: StateBits = field(default_factory=lambda: StateBits(parameters=16, masters=32, gradients=32, moments=64))
     #: Bits of one kept activation, of masks of dropout (0: none), and of a logit.
     activation_bits: float = 16.0
     dropout_bits: float = 0.0
@@ -126,7 +126,7 @@ def _states(job: Job, bits: StateBits, dense: float, experts: float, layers: int
         for stage, kept in (
             (1, bits.masters + bits.moments + bits.compensation),
             (2, bits.gradients),
-            (3, bits.parameters),
+            (3, bits.parameters + bits.copies),
         ):
             total += parameters * kept / 8 / (sharers if layout.zero >= stage else 1)
     if layout.zero < 3:

@@ -1,10 +1,10 @@
 """What a training policy means for time: in which format each product runs, and what turning operands into codes costs.
 
-A linear layer runs three products (forward, dgrad, wgrad). Under a recipe of fewer bits each operand becomes codes:
-x in the forward pass, W once a step, g in the backward pass. They are written twice: matrix units read both operands
-along the summed dimension, so the transposed matrix needs codes of its own even where they have the same values. A scale
-found on a whole tensor itself takes a pass of its own over it; a delayed scale does not, and neither do groups, whose
-numbers are at hand.
+A linear layer runs three products (forward, dgrad, wgrad). Under a recipe of fewer bits each operand becomes codes: x
+in the forward pass, W once a step, g in the backward pass. They are written twice: matrix units read both operands
+along the summed dimension, so the transposed matrix needs codes of its own even where they have the same values. A
+scale found on a whole tensor itself takes a pass of its own over it; a delayed scale does not, and neither do groups,
+whose numbers are at hand.
 """
 
 from __future__ import annotations

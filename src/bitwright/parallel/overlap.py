@@ -33,7 +33,7 @@ def both_s(compute_s: float, collective_s: float, contention: float = CONTENTION
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """A bucket of gradients: when it is full, when its collective starts and ends; seconds from the backward's start."""
+    """A bucket of gradients: when it is full, when its collective runs; seconds from the backward pass's start."""
 
     ready_s: float
     start_s: float

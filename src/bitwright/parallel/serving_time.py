@@ -5,12 +5,13 @@
     prefill    the same products with as many rows as there are prompt tokens, and causal attention among them
 
 Kernels of decode are bound by moving, so a step takes (weights + caches) / bandwidth and what starting ten kernels a
-layer costs, which is most of it for small models on fast devices: an A100 reads Llama-2-7B in 7.9 ms and says a token in
-9.5. Weights that are unpacked on their way reach less of the bandwidth (`packed_share`): int4 is 1.9 times as fast as
-bf16 there, not 4. Of a mixture of experts a step reads those that some token visits, E·(1-(1-k/E)^batch) of them.
+layer costs, which is most of it for small models on fast devices: an A100 reads Llama-2-7B in 7.9 ms and says a token
+in 9.5. Weights that are unpacked on their way reach less of the bandwidth (`packed_share`): int4 is 1.9 times as fast
+as bf16 there, not 4. Of a mixture of experts a step reads those that some token visits, E·(1-(1-k/E)^batch) of them.
 
-The largest batch follows from what is left of memory beside weights: `largest_batch`. Everything is *predicted*. Source:
-R. Pope et al., "Efficiently Scaling Transformer Inference", arXiv:2211.05102; pytorch-labs/gpt-fast for the figures.
+The largest batch follows from what is left of memory beside weights: `largest_batch`. Everything is *predicted*.
+Source: R. Pope et al., "Efficiently Scaling Transformer Inference", arXiv:2211.05102; pytorch-labs/gpt-fast for the
+figures.
 """
 
 from __future__ import annotations
@@ -73,10 +74,16 @@ class ServingJob:
 
     @property
     def weight_bytes(self) -> float:
-        """Of linear layers and head, on one device."""
+        """Of linear layers and head, on one device: what a step reads."""
         shape = self.shape
         rest = shape.read_by_head * self.head_bits + shape.other_parameters * 16
         return (shape.linear_weights * self.weight_bits + rest) / 8 / self.tp
+
+    @property
+    def held_bytes(self) -> float:
+        """Of all weights on one device, an embedding beside the head included."""
+        beside = self.shape.embedding_weights if self.shape.head_weights else 0
+        return self.weight_bytes + beside * self.head_bits / 8 / self.tp
 
     @property
     def cache_bytes(self) -> float:
@@ -122,7 +129,7 @@ def prefill_time(job: ServingJob) -> ServingTime:
 
 def largest_batch(job: ServingJob) -> int:
     """Return how many sequences of `context` tokens fit beside the weights; 0 where the weights do not fit."""
-    free = job.device.memory_bytes * _MEMORY_SHARE - job.weight_bytes - workspace_bytes(job.device.kind)
+    free = job.device.memory_bytes * _MEMORY_SHARE - job.held_bytes - workspace_bytes(job.device.kind)
     return max(0, math.floor(free / job.cache_bytes))
 
 

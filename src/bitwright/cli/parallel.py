@@ -1,0 +1,70 @@
+"""``bitwright parallel``: how to divide a training step over a cluster. Its verbs are files beside this one.
+
+What both verbs ask for is here: a model, a cluster, a batch, policies, and axes that are given rather than searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import typer
+
+from bitwright.cli.hardware_show import find_device
+from bitwright.cli.usage import UsageMistake
+
+if TYPE_CHECKING:
+    from bitwright.parallel.planner import PlanRequest
+
+#: Axes that --fix takes.
+AXES = ("tp", "pp", "cp", "ep", "zero", "micro_batch")
+
+
+def parallel_command(context: typer.Context) -> None:
+    """Divide a training step over a cluster: layouts, their memory and time, and what overlaps what."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def read_request(
+    *,
+    model: str,
+    cluster: str | None,
+    cluster_file: str | None,
+    policies: Sequence[str],
+    global_batch: int | None,
+    sequence: int,
+    optimizer: str,
+    hardware_name: str | None,
+    fixed: Sequence[str],
+) -> PlanRequest:
+    """Return what is to be planned; every question is answered before anything is computed.
+
+    Raises:
+        UsageMistake: neither or both of the ways to name a cluster, or an unknown axis.
+    """
+    from bitwright.comms.topology_file import topology
+    from bitwright.models.shape import shape_of
+    from bitwright.parallel.planner import PlanRequest
+    from bitwright.training.policy import policy_named
+
+    if (cluster is None) == (cluster_file is None):
+        raise UsageMistake("name the cluster once: --cluster h100x8x16, or --cluster-file FILE.toml (FILE.tomlx8x16)")
+    found = topology(str(cluster_file or cluster))
+    return PlanRequest(
+        shape=shape_of(model),
+        sequence=sequence,
+        global_batch=4 * found.num_ranks if global_batch is None else global_batch,
+        topology=found,
+        policies=tuple(policy_named(name) for name in policies),
+        optimizer=optimizer,
+        device=None if hardware_name is None else find_device(hardware_name),
+        fixed=tuple(_axis(text) for text in fixed),
+    )
+
+
+def _axis(text: str) -> tuple[str, int]:
+    name, _, size = text.replace("-", "_").partition("=")
+    if name not in AXES or not size.isdecimal():
+        raise UsageMistake(f"--fix is {text!r}; it takes an axis and its size, as tp=8; axes: {', '.join(AXES)}")
+    return name, int(size)

@@ -1,0 +1,223 @@
+"""``bitwright parallel plan MODEL --cluster h100x8x16``: the best layouts of a step, what they take, and why.
+
+Exit code 3: no layout fits; the one that misses by least is shown.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from bitwright.cli.output import write_json
+from bitwright.cli.parallel import read_request
+from bitwright.cli.table import new_console, new_table, print_rows, print_table
+from bitwright.report.units import spell_bytes, spell_count, spell_percent, spell_seconds
+
+if TYPE_CHECKING:
+    from bitwright.parallel.planner import Candidate, NearestMiss, ParallelPlan, PlanRequest
+
+
+def plan_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A folder (its config.json is enough), a hub id, demo, or a name such as llama-3-70b."
+        ),
+    ],
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="NAMExGPUSxNODES", help="h100x8x16: 16 nodes of 8 H100.", show_default=False),
+    ] = None,
+    cluster_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A topology file of your own, as `comm fit` writes.", show_default=False),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A training policy; repeat it to compare. Default: bf16-mixed."),
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of a step; default: 4 a GPU.", show_default=False)
+    ] = None,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 4096,
+    optimizer: Annotated[str, typer.Option(metavar="NAME", help="adamw, sgd, lion, …")] = "adamw",
+    hardware_name: Annotated[
+        str | None,
+        typer.Option("--hardware", metavar="NAME|FILE", help="In place of the cluster's device.", show_default=False),
+    ] = None,
+    fix: Annotated[
+        list[str] | None, typer.Option(metavar="AXIS=SIZE", help="Do not search an axis: tp=8, pp=1, zero=3 …")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many layouts.")] = 5,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON and nothing else.")] = False,
+) -> None:
+    """Find the best way to divide a training step over a cluster.
+
+    Exit code 3: no layout fits into memory; the one that misses by least is shown.
+    """
+    from bitwright.parallel.planner import plan_layouts
+
+    request = read_request(
+        model=model,
+        cluster=cluster,
+        cluster_file=cluster_file,
+        policies=policy or ["bf16-mixed"],
+        global_batch=global_batch,
+        sequence=seq,
+        optimizer=optimizer,
+        hardware_name=hardware_name,
+        fixed=fix or [],
+    )
+    plan = plan_layouts(request, limit=top)
+    if json:
+        write_json(json_format.dumps(plan_facts(request, plan), indent=2, ensure_ascii=False) + "\n")
+    else:
+        _print(new_console(highlight=False), request, plan)
+    if plan.nearest_miss is not None:
+        raise typer.Exit(3)
+
+
+def _print(console: Console, request: PlanRequest, plan: ParallelPlan) -> None:
+    from bitwright.parallel.advice import bottleneck_of, changes, reason_of
+
+    shape = request.shape
+    tokens = spell_count(request.global_batch * request.sequence, "token")
+    print_rows(
+        console,
+        [
+            ("model", f"{shape.name}, {shape.num_parameters:,} parameters"),
+            ("cluster", f"{request.topology.spelled}: {request.topology.num_ranks} × {plan.device.name}"),
+            ("step", f"{request.global_batch} × {request.sequence} = {tokens}"),
+            (
+                "layouts",
+                f"{plan.num_fit} fit, {plan.num_too_large} are too large, "
+                f"{sum(count for _, count in plan.refused)} cannot be",
+            ),
+        ],
+    )
+    console.print()
+    if plan.nearest_miss is not None:
+        _print_miss(console, plan.nearest_miss, plan)
+        return
+    table = new_table(
+        ("", True),
+        ("layout", False),
+        ("memory", True),
+        ("step", True),
+        ("tokens/s\nper GPU", True),
+        ("MFU", True),
+        ("comm\nexposed", True),
+    )
+    for rank, found in enumerate(plan.candidates, start=1):
+        table.add_row(Text(str(rank)), *_cells(found, several=len(request.policies) > 1))
+    print_table(console, table)
+    console.print()
+    best = plan.candidates[0]
+    rows = [(f"why {rank}", reason_of(found.job, found.time)) for rank, found in enumerate(plan.candidates, start=1)]
+    rows.append(("bottleneck", bottleneck_of(best.time)))
+    for change in changes(best.job, best.time):
+        note = f" ({change.note})" if change.note else ""
+        rows.append(("what if", f"{change.what}: {change.gain:+.1%} tokens/s{note}"))
+    rows.append(("kernels", plan.efficiency_reason.split(";")[0]))
+    print_rows(console, rows)
+    console.print(
+        Text(
+            "All predicted. MFU: 6 operations a weight and token, causal attention; nothing recomputed counts.",
+            style="dim",
+        )
+    )
+
+
+def _cells(found: Candidate, *, several: bool) -> tuple[Text, ...]:
+    name = f"{found.layout}, {found.policy}" if several else str(found.layout)
+    return (
+        Text(name),
+        Text(spell_bytes(found.memory.total)),
+        Text(spell_seconds(found.time.seconds)),
+        Text(f"{found.time.tokens_per_s_per_gpu:,.0f}"),
+        Text(spell_percent(found.time.mfu)),
+        Text(spell_percent(found.exposed_share)),
+    )
+
+
+def _print_miss(console: Console, miss: NearestMiss, plan: ParallelPlan) -> None:
+    memory = miss.memory
+    over, usable = spell_bytes(memory.total - plan.usable_bytes), spell_bytes(plan.usable_bytes)
+    console.print(
+        Text(
+            f"out of memory: no layout fits; the nearest is {over} over the {usable} that a step may fill of "
+            f"{plan.device.name}",
+            style="bold red",
+        )
+    )
+    print_rows(
+        console,
+        [
+            ("nearest", f"{miss.job.layout}, {miss.policy}: {spell_bytes(memory.total)}"),
+            ("states", spell_bytes(memory.states)),
+            ("activations", spell_bytes(memory.activations)),
+            ("gathered", spell_bytes(memory.gathered)),
+            ("logits", spell_bytes(memory.logits)),
+            ("around", spell_bytes(memory.around)),
+            ("next", "more GPUs, devices with more memory, shorter sequences, or an optimizer with fewer moments"),
+        ],
+    )
+
+
+def plan_facts(request: PlanRequest, plan: ParallelPlan) -> dict[str, object]:
+    """Return a plan as plain figures."""
+    from bitwright.parallel.advice import bottleneck_of, changes, reason_of
+
+    facts: dict[str, object] = {
+        "model": request.shape.name,
+        "parameters": request.shape.num_parameters,
+        "cluster": request.topology.spelled,
+        "device": plan.device.name,
+        "gpus": request.topology.num_ranks,
+        "sequence": request.sequence,
+        "global_batch": request.global_batch,
+        "num_fit": plan.num_fit,
+        "num_too_large": plan.num_too_large,
+        "usable_bytes": plan.usable_bytes,
+        "status": "predicted",
+    }
+    if plan.nearest_miss is not None:
+        miss = plan.nearest_miss
+        return facts | {
+            "fits": False,
+            "nearest_miss": {
+                "layout": asdict(miss.job.layout),
+                "policy": miss.policy,
+                "memory_bytes": miss.memory.total,
+                "memory": asdict(miss.memory),
+                "over_bytes": miss.memory.total - plan.usable_bytes,
+            },
+        }
+    layouts = [
+        {
+            "layout": asdict(found.layout),
+            "spelled": str(found.layout),
+            "policy": found.policy,
+            "memory_bytes": found.memory.total,
+            "memory": asdict(found.memory),
+            "step_s": found.time.seconds,
+            "parts_s": dict(found.time.parts),
+            "tokens_per_s_per_gpu": found.time.tokens_per_s_per_gpu,
+            "mfu": found.time.mfu,
+            "exposed_share": found.exposed_share,
+            "why": reason_of(found.job, found.time),
+        }
+        for found in plan.candidates
+    ]
+    best = plan.candidates[0]
+    return facts | {
+        "fits": True,
+        "layouts": layouts,
+        "bottleneck": bottleneck_of(best.time),
+        "changes": [asdict(change) for change in changes(best.job, best.time)],
+    }

@@ -1,0 +1,94 @@
+"""``bitwright parallel timeline MODEL --cluster … --out trace.json``: what of a training step overlaps what.
+
+The trace opens in ui.perfetto.dev and chrome://tracing; a name that ends in .svg is drawn instead.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bitwright.cli.parallel import read_request
+from bitwright.cli.table import new_console, print_rows
+from bitwright.cli.usage import UsageMistake
+from bitwright.report.units import spell_bytes, spell_count, spell_seconds
+
+
+def timeline_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A folder (its config.json is enough), a hub id, demo, or a name such as llama-3-70b."
+        ),
+    ],
+    out: Annotated[
+        list[Path], typer.Option(metavar="FILE", help="trace.json (Perfetto, Chrome) or timeline.svg; repeat it.")
+    ],
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="NAMExGPUSxNODES", help="h100x8x16: 16 nodes of 8 H100.", show_default=False),
+    ] = None,
+    cluster_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A topology file of your own.", show_default=False)
+    ] = None,
+    policy: Annotated[str, typer.Option(metavar="NAME", help="A training policy.")] = "bf16-mixed",
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of a step; default: 4 a GPU.", show_default=False)
+    ] = None,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 4096,
+    optimizer: Annotated[str, typer.Option(metavar="NAME", help="adamw, sgd, lion, …")] = "adamw",
+    hardware_name: Annotated[
+        str | None,
+        typer.Option("--hardware", metavar="NAME|FILE", help="In place of the cluster's device.", show_default=False),
+    ] = None,
+    fix: Annotated[
+        list[str] | None, typer.Option(metavar="AXIS=SIZE", help="Draw this layout: tp=8, pp=4, zero=1 …")
+    ] = None,
+) -> None:
+    """Draw the step of the best layout, or of the one that --fix gives.
+
+    Exit code 3: no layout fits; nothing is written.
+    """
+    for path in out:
+        if path.suffix not in (".json", ".svg"):
+            raise UsageMistake(f"--out is {str(path)!r}; it takes a file that ends in .json or .svg")
+    from bitwright.parallel.planner import plan_layouts
+    from bitwright.parallel.timeline import timeline
+    from bitwright.parallel.trace_file import trace_text
+    from bitwright.parallel.trace_svg import svg_text
+
+    request = read_request(
+        model=model,
+        cluster=cluster,
+        cluster_file=cluster_file,
+        policies=[policy],
+        global_batch=global_batch,
+        sequence=seq,
+        optimizer=optimizer,
+        hardware_name=hardware_name,
+        fixed=fix or [],
+    )
+    plan = plan_layouts(request, limit=1)
+    if plan.nearest_miss is not None:
+        over = spell_bytes(plan.nearest_miss.memory.total - plan.usable_bytes)
+        typer.echo(
+            f"out of memory: no layout fits; the nearest, {plan.nearest_miss.job.layout}, is {over} over", err=True
+        )
+        raise typer.Exit(3)
+    best = plan.candidates[0]
+    drawn = timeline(best.job)
+    for path in out:
+        path.write_text(svg_text(drawn) if path.suffix == ".svg" else trace_text(drawn), encoding="utf-8")
+    print_rows(
+        new_console(highlight=False),
+        [
+            ("layout", f"{best.layout}: {spell_seconds(best.time.seconds)} a step (predicted)"),
+            (
+                "drawn",
+                f"{drawn.drawn} of {drawn.num_micro_batches} micro-batches, {spell_count(len(drawn.events), 'event')}",
+            ),
+            *(("written", str(path)) for path in out),
+        ],
+    )

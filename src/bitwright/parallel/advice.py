@@ -1,0 +1,134 @@
+"""Why a layout is good, what holds it back, and what changing one thing would do: each change predicted, not guessed.
+
+A reason is made of the step's own parts. A change is the same step with one thing different (twice the batch, bf16
+gradients, links twice as fast, tensor parallelism across nodes, …), timed again; the gain is in tokens per second, so
+that a larger batch counts as what it is. Changes that the cluster, the batch or the memory do not allow are not told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from bitwright.errors import CommsError, HardwareError, ParallelError
+from bitwright.parallel.job import Job
+from bitwright.parallel.layout import why_not
+from bitwright.parallel.network import SlowerNetwork
+from bitwright.parallel.step_time import StepTime, step_time
+
+#: Part → what it is, for people.
+PART_TITLES = {
+    "linear": "products",
+    "attention": "attention",
+    "elementwise": "elementwise work",
+    "quantize": "turning operands into codes",
+    "head": "head and loss",
+    "tp": "tensor-parallel collectives",
+    "cp": "context-parallel exchange",
+    "ep": "expert exchange",
+    "pp": "passing activations on",
+    "bubble": "pipeline bubble",
+    "dp": "gradients and parameters",
+    "optimizer": "optimizer",
+}
+#: Gains below this are not worth a line.
+_LEAST_GAIN = 0.005
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """Something that a user could do, and what it would do."""
+
+    what: str
+    #: Of tokens per second; negative where it would be slower.
+    gain: float
+    note: str = ""
+
+
+def reason_of(job: Job, time: StepTime) -> str:
+    """Return in a line why the layout is where it is: what each axis costs."""
+    layout, total = job.layout, time.seconds
+    parts = []
+    if layout.tp > 1:
+        place = "within a node" if layout.tp <= job.network.gpus_per_node else "across nodes"
+        parts.append(f"tp {place}, {time.parts['tp'] / total:.0%} exposed")
+    if layout.cp > 1:
+        parts.append(f"cp {time.parts['cp'] / total:.0%} exposed")
+    if layout.ep > 1:
+        parts.append(f"experts {time.parts['ep'] / total:.0%} exposed")
+    if layout.pp > 1:
+        parts.append(f"bubble {time.parts['bubble'] / total:.0%}")
+    if layout.dp > 1:
+        parts.append(f"gradients {time.parts['dp'] / total:.0%} exposed")
+    if layout.recompute != "none":
+        parts.append(f"recomputes {'whole layers' if layout.recompute == 'full' else 'every other product'}")
+    return ", ".join(parts) or "one GPU: nothing is exchanged"
+
+
+def bottleneck_of(time: StepTime) -> str:
+    """Return what takes longest beside the model's own products, with its share."""
+    name = time.bottleneck
+    return f"{PART_TITLES[name]}: {time.parts[name] / time.seconds:.0%} of the step"
+
+
+def changes(job: Job, time: StepTime) -> tuple[Change, ...]:
+    """Return what changing one thing would do, largest effect first; first what helps, then what would hurt."""
+    base = job.global_batch / time.seconds
+    found = []
+    for what, note, other in _variants(job):
+        reason = why_not(
+            other.layout,
+            other.shape,
+            sequence=other.sequence,
+            num_gpus=other.layout.num_gpus,
+            global_batch=other.global_batch,
+        )
+        if reason is not None:
+            continue
+        try:
+            seconds = step_time(other).seconds
+        except (CommsError, HardwareError, ParallelError):
+            # A group that the cluster does not have, or a format that the device does not: no change to tell of.
+            continue
+        gain = other.global_batch / seconds / base - 1
+        if abs(gain) >= _LEAST_GAIN:
+            found.append(Change(what=what, gain=gain, note=note))
+    return tuple(sorted(found, key=lambda change: -change.gain))
+
+
+def _variants(job: Job) -> Iterator[tuple[str, str, Job]]:
+    layout, numerics = job.layout, job.numerics
+    yield "twice the global batch", "if it still trains as well", replace(job, global_batch=2 * job.global_batch)
+    ranks = layout.dp * layout.cp
+    if numerics.gradient_bits > 16 and ranks > 1:
+        note = f"sums over {ranks} ranks lose more; see `bitwright comm explain allreduce --dtype bf16 --growth`"
+        yield "gradients in bf16 on the wire", note, replace(job, numerics=replace(numerics, gradient_bits=16.0))
+    yield (
+        "links between nodes twice as fast",
+        "what the network costs",
+        replace(job, network=SlowerNetwork(network=job.network, within=1.0, across=0.5)),
+    )
+    if layout.tp > 1 and not job.software.hidden_tp_share:
+        software = replace(job.software, hidden_tp_share=0.6)
+        yield (
+            "chunked (asynchronous) tensor parallelism",
+            "gains of 4 to 16 % are published",
+            replace(job, software=software),
+        )
+    node = job.network.gpus_per_node
+    if layout.tp <= node and layout.dp % 2 == 0 and layout.tp * 2 > node:
+        wider = replace(layout, tp=2 * layout.tp, dp=layout.dp // 2, is_sequence_parallel=True)
+        yield f"tp {wider.tp}, across nodes", "its bytes lie on the critical path", replace(job, layout=wider)
+    if layout.recompute != "none":
+        yield "no recomputation", "needs more memory", replace(job, layout=replace(layout, recompute="none"))
+    if layout.zero < 3 and ranks > 1 and job.software.overlaps_gradients:
+        software = replace(job.software, bucket_bytes=4 * job.software.bucket_bytes)
+        yield "buckets four times as large", "fewer, longer collectives", replace(job, software=software)
+        yield (
+            "gradients reduced after the backward pass",
+            "no overlap",
+            replace(job, software=replace(job.software, overlaps_gradients=False)),
+        )
+    if layout.pp > 1 and layout.schedule == "1f1b" and layout.interleave == 1:
+        filled = replace(layout, schedule="zero-bubble")
+        yield "a zero-bubble schedule", "backward passes in two parts fill the bubbles", replace(job, layout=filled)

@@ -1,0 +1,276 @@
+"""Which layouts of a training step are best on a cluster: all that can be, those that fit, the fastest of them.
+
+Every way to write the number of GPUs as dp · tp · cp · pp is tried (tp and cp up to the GPUs of a node, since their
+collectives lie on the critical path; ep for experts), with micro-batches of 1 to 16 sequences, ZeRO 1 and 3,
+interleaved chunks, and as much recomputation as it takes to fit and no more: recomputing costs time whatever else there
+is. Layouts that do not fit are counted; where none fits, the one that misses by least is the answer, and says by how
+much.
+
+A layout's time is `step_time`, its memory `layout_memory`; both are *predicted*, and its reason names what takes time
+and how little the alternatives would change. Nothing is fitted here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from bitwright import hardware
+from bitwright.comms.topology import Topology
+from bitwright.errors import CommsError, ParallelError
+from bitwright.hardware.device import Device
+from bitwright.hardware.model_shape import ModelShape
+from bitwright.parallel.efficiency import Efficiency, efficiency_of
+from bitwright.parallel.job import DEFAULT_SOFTWARE, TYPICAL, Job, Software, Tuning
+from bitwright.parallel.layout import Layout, Recompute, why_not
+from bitwright.parallel.memory import LayoutMemory, MemoryFacts, layout_memory
+from bitwright.parallel.network import ClusterNetwork
+from bitwright.parallel.numerics import Numerics, numerics_of
+from bitwright.parallel.policy_memory import memory_facts
+from bitwright.parallel.step_time import StepTime, step_time
+from bitwright.training.policy import Policy
+
+#: Share of a device's memory that a step may fill.
+USABLE_SHARE = 0.95
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_INTERLEAVES = (1, 2, 4)
+#: From what costs no time to what costs most.
+_RECOMPUTES: tuple[Recompute, ...] = ("none", "operations", "full")
+#: Tokens of a sequence from which it is worth cutting.
+_LONG_SEQUENCE = 16384
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """What is to be planned.
+
+    Raises:
+        ParallelError: a size is not positive, or the cluster's device is not known.
+    """
+
+    shape: ModelShape
+    sequence: int
+    global_batch: int
+    topology: Topology
+    policies: tuple[Policy, ...]
+    optimizer: str = "adamw"
+    software: Software = DEFAULT_SOFTWARE
+    tuning: Tuning = TYPICAL
+    #: None: the one that the topology names.
+    device: Device | None = None
+    #: Axis → its size where it is given; the others are searched.
+    fixed: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("sequence", "global_batch"):
+            if getattr(self, name) < 1:
+                raise ParallelError(f"{name} is {getattr(self, name)}; give a positive number")
+        if self.device is None and self.topology.device is None:
+            raise ParallelError(
+                f'topology {self.topology.spelled} names no device; add `device = "h100-sxm"` (or another of '
+                "`bitwright hardware list`) to its file, or give --hardware"
+            )
+
+    @property
+    def used_device(self) -> Device:
+        """The device that is planned for."""
+        if self.device is not None:
+            return self.device
+        assert self.topology.device is not None
+        return hardware.get(self.topology.device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A layout with what it takes."""
+
+    job: Job
+    memory: LayoutMemory
+    time: StepTime
+    policy: str
+
+    @property
+    def layout(self) -> Layout:
+        """Of the job."""
+        return self.job.layout
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of the step that is communication which nothing hides."""
+        return self.time.exposed_s / self.time.seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NearestMiss:
+    """The layout that comes nearest to fitting."""
+
+    job: Job
+    memory: LayoutMemory
+    policy: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelPlan:
+    """The best layouts, best first; or, where none fits, what comes nearest."""
+
+    candidates: tuple[Candidate, ...]
+    nearest_miss: NearestMiss | None
+    num_fit: int
+    num_too_large: int
+    #: Why layouts cannot be → how many.
+    refused: tuple[tuple[str, int], ...]
+    device: Device
+    efficiency_reason: str
+
+    @property
+    def usable_bytes(self) -> float:
+        """Of the device's memory."""
+        return USABLE_SHARE * self.device.memory_bytes
+
+
+def plan_layouts(request: PlanRequest, *, limit: int = 5) -> ParallelPlan:
+    """Return the fastest layouts that fit.
+
+    Args:
+        request: what is to be planned.
+        limit: how many at most.
+
+    Raises:
+        ParallelError: no layout divides the model, the batch and the cluster; the commonest reason is named.
+    """
+    device = request.used_device
+    efficiency, reason = efficiency_of(device)
+    refused: Counter[str] = Counter()
+    fitting: list[Candidate] = []
+    miss: NearestMiss | None = None
+    too_large = 0
+    for policy in request.policies:
+        numerics = numerics_of(policy)
+        facts = memory_facts(policy, optimizer=request.optimizer)
+        for job in _jobs(request, device, efficiency, numerics, refused):
+            fits, nearest = _least_recompute(job, facts, USABLE_SHARE * device.memory_bytes)
+            if fits is None:
+                too_large += 1
+                if miss is None or nearest[1].total < miss.memory.total:
+                    miss = NearestMiss(job=nearest[0], memory=nearest[1], policy=policy.name)
+                continue
+            try:
+                time = step_time(fits[0])
+            except CommsError as error:
+                refused[str(error)] += 1
+                continue
+            fitting.append(Candidate(job=fits[0], memory=fits[1], time=time, policy=policy.name))
+    if not fitting and miss is None:
+        commonest = f"; most often: {refused.most_common(1)[0][0]}" if refused else ""
+        raise ParallelError(
+            f"no layout divides {request.shape.name}, {request.global_batch} sequences and "
+            f"{request.topology.num_ranks} GPUs{commonest}; change the batch or the cluster"
+        )
+    fitting.sort(key=lambda found: found.time.seconds)
+    return ParallelPlan(
+        candidates=_distinct(fitting, limit),
+        nearest_miss=None if fitting else miss,
+        num_fit=len(fitting),
+        num_too_large=too_large,
+        refused=tuple(refused.most_common()),
+        device=device,
+        efficiency_reason=reason,
+    )
+
+
+def _distinct(fitting: Sequence[Candidate], limit: int) -> tuple[Candidate, ...]:
+    """The best of each (policy, tp, pp, cp, ep, ZeRO): variations in micro-batches say little beside it."""
+    kept: dict[tuple[object, ...], Candidate] = {}
+    for found in fitting:
+        layout = found.layout
+        kept.setdefault((found.policy, layout.tp, layout.pp, layout.cp, layout.ep, layout.zero), found)
+    return tuple(kept.values())[:limit]
+
+
+def _jobs(
+    request: PlanRequest, device: Device, efficiency: Efficiency, numerics: Numerics, refused: Counter[str]
+) -> Iterator[Job]:
+    network = ClusterNetwork(topology=request.topology)
+    for layout in _layouts(request, refused):
+        yield Job(
+            shape=request.shape,
+            sequence=request.sequence,
+            global_batch=request.global_batch,
+            layout=layout,
+            numerics=numerics,
+            device=device,
+            efficiency=efficiency,
+            network=network,
+            software=request.software,
+            tuning=request.tuning,
+        )
+
+
+def _layouts(request: PlanRequest, refused: Counter[str]) -> Iterator[Layout]:
+    gpus, shape = request.topology.num_ranks, request.shape
+    node = request.topology.counts[0]
+    fixed = dict(request.fixed)
+
+    def sizes(axis: str, most: int) -> list[int]:
+        if axis in fixed:
+            return [fixed[axis]]
+        return [size for size in range(1, most + 1) if gpus % size == 0]
+
+    for tp in sizes("tp", node):
+        for cp in sizes("cp", node // tp if request.sequence >= _LONG_SEQUENCE else 1):
+            for pp in sizes("pp", min(shape.num_layers, gpus // (tp * cp))):
+                if gpus % (tp * cp * pp):
+                    continue
+                dp = gpus // (tp * cp * pp)
+                for ep in sizes("ep", min(shape.num_experts, dp * cp)):
+                    yield from _variants(request, refused, {"dp": dp, "tp": tp, "cp": cp, "pp": pp, "ep": ep})
+
+
+def _variants(request: PlanRequest, refused: Counter[str], axes: dict[str, int]) -> Iterator[Layout]:
+    fixed = dict(request.fixed)
+    for micro in [fixed["micro_batch"]] if "micro_batch" in fixed else _MICRO_BATCHES:
+        for zero in [fixed["zero"]] if "zero" in fixed else _zeros(axes):
+            for interleave in _INTERLEAVES if axes["pp"] > 1 else (1,):
+                layout = Layout(
+                    dp=axes["dp"],
+                    tp=axes["tp"],
+                    cp=axes["cp"],
+                    pp=axes["pp"],
+                    ep=axes["ep"],
+                    zero=zero,
+                    micro_batch=micro,
+                    interleave=interleave,
+                    is_sequence_parallel=axes["tp"] > 1,
+                )
+                reason = why_not(
+                    layout,
+                    request.shape,
+                    sequence=request.sequence,
+                    num_gpus=request.topology.num_ranks,
+                    global_batch=request.global_batch,
+                )
+                if reason is None:
+                    yield layout
+                else:
+                    refused[reason] += 1
+
+
+def _zeros(axes: dict[str, int]) -> tuple[int, ...]:
+    if axes["dp"] * axes["cp"] == 1:
+        return (0,)
+    return (1, 3) if axes["pp"] == 1 else (1,)
+
+
+def _least_recompute(
+    job: Job, facts: MemoryFacts, usable: float
+) -> tuple[tuple[Job, LayoutMemory] | None, tuple[Job, LayoutMemory]]:
+    """The job with as little recomputation as fits, if any does; and the one that takes least."""
+    tried = []
+    for recompute in _RECOMPUTES:
+        changed = replace(job, layout=replace(job.layout, recompute=recompute))
+        memory = layout_memory(changed, facts)
+        if memory.total <= usable:
+            return (changed, memory), (changed, memory)
+        tried.append((changed, memory))
+    return None, min(tried, key=lambda found: found[1].total)

@@ -1,0 +1,138 @@
+"""Step times: published runs without calibration, parts that add up, and what each axis costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bitwright.hardware.model_shape import shape_from_sizes
+from bitwright.parallel.job import Job, Software
+from bitwright.parallel.layer_time import layer_products
+from bitwright.parallel.layout import Layout
+from bitwright.parallel.step_time import active_linear_weights, stage_layers, step_time
+
+from .conftest import MakeJob
+
+
+def gpt(name: str, layers: int, hidden: int, heads: int):  # type: ignore[no-untyped-def]
+    return shape_from_sizes(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_heads=heads,
+        vocab_size=51200,
+        is_gated=False,
+        norm="layer",
+        biases="all",
+        is_head_tied=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "pp", "v", "recompute", "seconds"),
+    [
+        # Korthikanti et al., arXiv:2205.05198, table 5: A100, tp 8, dp 1, micro-batch 1, sequence 2048.
+        (96, 12288, 96, 8, 3, "selective", 13.75),
+        (105, 20480, 128, 35, 3, "full", 49.05),
+        (128, 25600, 160, 64, 1, "full", 94.42),
+    ],
+)
+def test_megatron_on_a100_without_calibration(
+    make_job: MakeJob, layers: int, hidden: int, heads: int, pp: int, v: int, recompute: str, seconds: float
+) -> None:
+    job = replace(
+        make_job(cluster=f"a100x8x{pp}", policy="fp16-mixed", sequence=2048),
+        shape=gpt("gpt", layers, hidden, heads),
+        global_batch=8 * pp,
+        layout=Layout(
+            tp=8,
+            pp=pp,
+            interleave=v,
+            recompute=recompute,  # type: ignore[arg-type]
+            is_sequence_parallel=recompute == "selective",
+        ),
+        software=Software(attention="stored"),
+    )
+    assert step_time(job).seconds == pytest.approx(seconds, rel=0.12)
+
+
+JOBS = [
+    {"dp": 8, "zero": 3, "micro_batch": 2},
+    {"dp": 2, "tp": 4, "zero": 1, "is_sequence_parallel": True, "recompute": "full"},
+    {"dp": 2, "tp": 2, "pp": 2, "zero": 1},
+    {"tp": 2, "pp": 4, "interleave": 2},
+    {"dp": 4, "cp": 2, "zero": 1},
+]
+
+
+@pytest.mark.parametrize("layout", JOBS)
+@pytest.mark.parametrize("policy", ["bf16-mixed", "fp8-hybrid"])
+def test_parts_add_up_and_nothing_is_negative(make_job: MakeJob, layout: dict[str, object], policy: str) -> None:
+    found = step_time(make_job(policy=policy, **layout))
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert min(found.parts.values()) >= 0
+    assert 0 < found.mfu < 1
+    assert found.tokens_per_s_per_gpu * 8 * found.seconds == pytest.approx(64 * 4096)
+    assert (found.parts["quantize"] > 0) == (policy == "fp8-hybrid")
+
+
+def test_no_step_is_faster_than_its_operations_at_the_peak(make_job: MakeJob) -> None:
+    for layout in JOBS:
+        job = make_job(**layout)
+        weights = job.shape.linear_weights + job.shape.read_by_head
+        ideal = 6 * weights * 64 * 4096 / 8 / (job.device.matmul_tflops["bf16"] * 1e12)
+        assert step_time(job).seconds > ideal
+
+
+def test_every_product_is_done_once_over_all_gpus(make_job: MakeJob) -> None:
+    whole = sum(p.m * p.n * p.k * p.count for p in layer_products(make_job(dp=8)))
+    cut = sum(p.m * p.n * p.k * p.count for p in layer_products(make_job(dp=2, tp=4)))
+    assert whole == 4 * cut == 4096 * make_job(dp=8).shape.linear_weights // 32
+
+
+def test_experts_multiply_what_a_token_visits(make_job: MakeJob) -> None:
+    job = make_job("mixtral-8x7b", dp=8, ep=8)
+    # Mixtral: 46.7 · 10⁹ parameters, 12.9 · 10⁹ active; without embedding and head 12.6.
+    assert active_linear_weights(job) == pytest.approx(12.6e9, rel=0.01)
+    products = {p.name: p for p in layer_products(job)}
+    assert products["up"].count == 1
+    assert products["up"].m * products["up"].count == 4096 * 2
+    assert step_time(job).parts["ep"] > 0
+
+
+def test_overlap_and_recomputation_cost_what_they_should(make_job: MakeJob) -> None:
+    base = {"dp": 8, "tp": 1, "zero": 0}
+    hidden = step_time(make_job(**base)).parts["dp"]
+    shown = step_time(make_job(software=Software(overlaps_gradients=False), **base)).parts["dp"]
+    assert shown > 1.5 * hidden
+    none, full = (step_time(make_job(recompute=word, **base)) for word in ("none", "full"))
+    assert full.parts["linear"] / none.parts["linear"] == pytest.approx(4 / 3, rel=0.03)
+
+
+def test_tensor_parallelism_across_nodes_is_on_the_critical_path(make_job: MakeJob) -> None:
+    inside = step_time(make_job("llama-3-70b", "h100x8x2", dp=2, tp=8, is_sequence_parallel=True))
+    across = step_time(make_job("llama-3-70b", "h100x8x2", dp=1, tp=16, is_sequence_parallel=True))
+    assert across.parts["tp"] > 2 * inside.parts["tp"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "head", "expected"),
+    [(80, 8, 5.0, [10] * 8), (126, 4, 2.0, [32, 32, 32, 30]), (7, 3, 1.0, [3, 2, 2]), (5, 5, 9.0, [1] * 5)],
+)
+def test_layers_of_stages(layers: int, stages: int, head: float, expected: list[int]) -> None:
+    found = stage_layers(layers, stages, head)
+    assert sum(found) == layers
+    assert max(*found[:-1], found[-1] + head) == max(*expected[:-1], expected[-1] + head)
+
+
+def test_bubbles(make_job: MakeJob) -> None:
+    def bubble(job: Job) -> float:
+        return step_time(job).parts["bubble"]
+
+    plain = make_job(dp=1, pp=8)
+    filled = replace(plain, layout=replace(plain.layout, schedule="zero-bubble"))
+    chunks = replace(plain, layout=replace(plain.layout, interleave=4))
+    assert bubble(filled) == pytest.approx(bubble(plain) / 3)
+    assert bubble(chunks) == pytest.approx(bubble(plain) / 4)
