@@ -142,6 +142,17 @@ def test_another_number_of_processes_is_told(make_tiny_model: Callable[..., Any]
         load_checkpoint(saved, run, allow_other_world_size=True)
 
 
+def test_another_way_to_spread_is_told(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run = new_run(make_tiny_model, "fp32")
+    saved = save_checkpoint(tmp_path / "saved", run, step=7)
+    facts = json.loads((saved / "checkpoint.json").read_text())
+    (saved / "checkpoint.json").write_text(json.dumps(facts | {"is_sharded": True}))
+    with pytest.raises(
+        TrainingError, match=r"that lay in pieces \(fsdp2\), and this one lies whole .*spread it as before"
+    ):
+        load_checkpoint(saved, run)
+
+
 def test_a_step_in_progress_is_not_saved(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     run, batches = new_run(make_tiny_model, "fp32", accumulate=2), Batches(random_rows(), batch=2)
     with run.step() as step:

@@ -27,20 +27,24 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from bitwright.errors import TrainingError
 from bitwright.plan.whole_folder import assembled_folder, write_and_sync
+from bitwright.training.checkpoint_checks import (
+    is_sharded,
+    raise_if_other_model,
+    raise_if_other_optimizer,
+    raise_if_other_policy,
+    raise_if_size_matters,
+    raise_if_spread_otherwise,
+)
 from bitwright.training.checkpoint_files import load_model, load_optimizer, read_part, to_json, write_parts
 from bitwright.training.random_state import read_random_state, set_random_state
 from bitwright.training.ranks import Ranks, unwrapped
-from bitwright.training.record_facts import differences, plain_facts
-from bitwright.training.state_tree import Shard
+from bitwright.training.record_facts import plain_facts
 
 CHECKPOINT_FILE = "checkpoint.json"
 SCHEMA_VERSION = 1
-#: Fields of a policy that change nothing in a step.
-_WORDS = frozenset({"description", "source", "aliases", "preference", "reason"})
 
 
 class Resumable(Protocol):
@@ -111,28 +115,24 @@ def save_checkpoint(
     model = unwrapped(run.model)
     own = {"random": read_random_state(), "data": None if data is None else data.state_dict()}
     states = {"model": model.state_dict(), "optimizer": run.optimizer.state_dict(), "run": run.state_dict()}
-    is_sharded = _is_sharded(model)
-    parts = {f"{name}.rank-{ranks.rank}" if is_sharded else name: state for name, state in states.items()}
-    written = {f"rank-{ranks.rank}": own, **(parts if is_sharded or ranks.is_first else {})}
+    in_pieces = is_sharded(model)
+    parts = {f"{name}.rank-{ranks.rank}" if in_pieces else name: state for name, state in states.items()}
+    written = {f"rank-{ranks.rank}": own, **(parts if in_pieces or ranks.is_first else {})}
     facts = {
         "schema_version": SCHEMA_VERSION,
         "step": step,
         "policy": plain_facts(run.policy),
         "world_size": ranks.world_size,
-        "is_sharded": is_sharded,
+        "is_sharded": in_pieces,
         "extra": dict(extra or {}),
         "torch": torch.__version__,
     }
-    with _assembled(target, ranks) as assembled:
-        place = Path(ranks.gather(None if assembled is None else str(assembled))[0])
-        sizes, failure = write_parts(place, written)
-        answers = ranks.gather((sizes, failure))
-        for _, why in answers:
-            if why is not None:
-                raise TrainingError(f"could not write the checkpoint '{target}': {why}; the one before it stands")
-        if assembled is not None:
-            facts["files"] = {name: size for found, _ in answers for name, size in found.items()}
-            write_and_sync(place / CHECKPOINT_FILE, to_json(facts))
+    try:
+        _write_together(target, written, facts, ranks)
+    except OSError as error:
+        raise TrainingError(
+            f"could not write the checkpoint '{target}': {error.strerror or error}; the one before it stands"
+        ) from error
     ranks.wait()
     return target
 
@@ -166,20 +166,21 @@ def load_checkpoint(
     raise_if_other_policy(place, facts["policy"], plain_facts(run.policy))
     same_size = facts["world_size"] == ranks.world_size
     if not same_size:
-        _raise_if_size_matters(place, facts, ranks, allow_other_world_size)
+        raise_if_size_matters(place, facts, ranks, allow_other_world_size)
     suffix = f".rank-{ranks.rank}" if facts["is_sharded"] else ""
     model = unwrapped(run.model)
+    raise_if_spread_otherwise(place, facts["is_sharded"], model)
     weights, optimizer, state = (read_part(place, f"{name}{suffix}") for name in ("model", "optimizer", "run"))
     own = read_part(place, f"rank-{ranks.rank if same_size else 0}")
-    _raise_if_other_model(place, weights, model)
-    _raise_if_other_optimizer(place, optimizer, run.optimizer)
+    raise_if_other_model(place, weights, model)
+    raise_if_other_optimizer(place, optimizer, run.optimizer)
     if data is not None:
         if own["data"] is None:
             raise TrainingError(f"'{place}' was saved without a position in its data; pass none, or begin anew")
         data.load_state_dict(own["data"])
+    run.load_state_dict(state)
     load_model(model, weights)
     load_optimizer(run.optimizer, optimizer)
-    run.load_state_dict(state)
     set_random_state(own["random"])
     notes: tuple[str, ...] = ()
     if not same_size:
@@ -234,58 +235,19 @@ def _raise_if_not_replaceable(target: Path) -> None:
         raise TrainingError(f"'{target}' exists and is no checkpoint; choose another folder")
 
 
+def _write_together(target: Path, written: Mapping[str, Any], facts: dict[str, Any], ranks: Ranks) -> None:
+    """Each rank writes its parts into one new folder; the first one writes what it is, and puts it in its place."""
+    with _assembled(target, ranks) as assembled:
+        place = Path(ranks.gather(None if assembled is None else str(assembled))[0])
+        answers = ranks.gather(write_parts(place, written))
+        for _, why in answers:
+            if why is not None:
+                raise TrainingError(f"could not write the checkpoint '{target}': {why}; the one before it stands")
+        if assembled is not None:
+            facts["files"] = {name: size for found, _ in answers for name, size in found.items()}
+            write_and_sync(place / CHECKPOINT_FILE, to_json(facts))
+
+
 def _assembled(target: Path, ranks: Ranks) -> AbstractContextManager[Path | None]:
     """The first rank makes the folder and renames it; the others only write into it."""
     return assembled_folder(target) if ranks.is_first else nullcontext()
-
-
-def raise_if_other_policy(place: str | Path, there: Any, here: Any) -> None:
-    """Raise TrainingError, with what differs, unless the facts of two policies agree in all that a step depends on."""
-    differing = differences(there, here, ignored=_WORDS)
-    if differing:
-        fields = "; ".join(f"{field} was {was}, is {now}" for field, was, now in differing)
-        raise TrainingError(
-            f"'{place}' was saved under policy '{there['name']}', and this run's is '{here['name']}' ({fields}); "
-            f"prepare the run with policy '{there['name']}', or begin a new one from the weights in model.safetensors"
-        )
-
-
-def _raise_if_size_matters(place: Path, facts: Mapping[str, Any], ranks: Ranks, allowed: bool) -> None:
-    before = f"'{place}' was saved by {facts['world_size']} processes, and there are {ranks.world_size} now"
-    if facts["is_sharded"]:
-        raise TrainingError(
-            f"{before}, but each file holds one process's pieces of the model; start {facts['world_size']} of them"
-        )
-    if not allowed:
-        raise TrainingError(
-            f"{before}; start {facts['world_size']} (torchrun --nproc-per-node {facts['world_size']}) to get the same "
-            "bits as without a stop, or allow another number (allow_other_world_size), after which only random numbers "
-            "and the size of a batch over all processes differ"
-        )
-
-
-def _raise_if_other_model(place: Path, saved: Mapping[str, Any], model: torch.nn.Module) -> None:
-    here = {name: tuple(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    there = {name: tuple(value.shape) for name, value in saved.items() if isinstance(value, Tensor | Shard)}
-    differing = differences({k: list(v) for k, v in there.items()}, {k: list(v) for k, v in here.items()})
-    if differing:
-        name, was, now = differing[0]
-        more = f" (and {len(differing) - 1} more tensors)" if len(differing) > 1 else ""
-        raise TrainingError(
-            f"'{place}' is of another model: the shape of '{name}' was {was} and is {now}{more}; build the model that "
-            "the run began with"
-        )
-
-
-def _raise_if_other_optimizer(place: Path, saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    there = [len(group["params"]) for group in saved["param_groups"]]
-    here = [len(group["params"]) for group in optimizer.param_groups]
-    if there != here:
-        raise TrainingError(
-            f"'{place}' has an optimizer with {there} parameters in its groups, and this run's has {here}; build the "
-            "optimizer that the run began with"
-        )
-
-
-def _is_sharded(model: torch.nn.Module) -> bool:
-    return any(hasattr(parameter, "to_local") for parameter in model.parameters())

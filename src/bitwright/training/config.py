@@ -128,6 +128,8 @@ class TrainConfig(_Section):
     out: _Text
     #: A policy's name, auto, or a plan folder of `bitwright train plan`.
     policy: _Text = "auto"
+    #: Round operands as formats would that the device lacks; None: only on a processor, where that is said.
+    emulate: bool | None = None
     #: auto: the first GPU, or of many processes each its own; else the processor.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     #: Of the order of the data and of everything that draws.
@@ -170,7 +172,7 @@ class TrainConfig(_Section):
     def decisive(self) -> dict[str, Any]:
         """What must be the same when a run is gone on with."""
         facts = self.model_dump(mode="json")
-        for name in ("out", "device", "checkpoint", "evaluation", "allow_other_world_size", "allow_pickle"):
+        for name in ("out", "device", "emulate", "checkpoint", "evaluation", "allow_other_world_size", "allow_pickle"):
             del facts[name]
         return facts
 

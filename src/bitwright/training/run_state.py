@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bitwright.errors import TrainingError
-from bitwright.training.checkpoint import raise_if_other_policy
+from bitwright.training.checkpoint_checks import raise_if_other_policy
 from bitwright.training.checkpoint_files import read_part, write_parts
 from bitwright.training.record_facts import plain_facts
 from bitwright.training.run import TrainingRun

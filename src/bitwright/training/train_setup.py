@@ -92,6 +92,7 @@ def set_up(config: TrainConfig, ranks: Ranks, device: torch.device) -> Prepared:
         max_grad_norm=config.max_grad_norm,
         scheduler=schedule,
         seed=config.seed,
+        emulate=config.emulate,
     )
     # what is drawn while training (dropout) differs from rank to rank, what the model is made of does not
     torch.manual_seed((config.seed + ranks.rank) % 2**63)
