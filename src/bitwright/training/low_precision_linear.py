@@ -37,7 +37,8 @@ from bitwright.quantize.scaled_recipes import nvidia_capability
 from bitwright.training.emulated_products import EmulatedProducts
 from bitwright.training.linear_products import InputsInUse, LinearProducts, Place
 from bitwright.training.lost_numbers import LostNumbers
-from bitwright.training.native_products import NativeProducts, why_not_native
+from bitwright.training.native_layouts import why_not_native
+from bitwright.training.native_products import NativeProducts
 from bitwright.training.product_operands import Layer, Operands, Products
 from bitwright.training.product_recipe import ProductRecipe
 
