@@ -93,18 +93,25 @@ def test_a_run_learns_and_writes_all_that_it_promises(make_config: Callable[...,
     assert model(ids, labels=ids).loss.item() < math.log(260) - 1
 
 
-@pytest.mark.parametrize("policy", ["bf16-mixed", "fp8-hybrid"])
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks transformers
+@pytest.mark.parametrize(
+    ("policy", "extra", "name"),
+    [
+        ("bf16-mixed", "", "model.safetensors"),
+        ("fp8-hybrid", "", "model.safetensors"),
+        ("bf16-mixed", '[lora]\nbase = "int4_g32"\ndropout = 0.1\n', "adapter_model.safetensors"),
+    ],
+)
 def test_a_stopped_run_goes_on_as_if_it_had_not(
-    policy: str, make_config: Callable[..., TrainConfig], tmp_path: Path
+    policy: str, extra: str, name: str, make_config: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
-    whole = train(make_config("whole", policy=policy))
-    config = make_config("stopped", policy=policy)
+    whole = train(make_config("whole", policy=policy, extra=extra))
+    config = make_config("stopped", policy=policy, extra=extra)
     with pytest.raises(KeyboardInterrupt):
         train(config, watcher=StoppedAt(5))
     assert len(read_metrics(tmp_path / "stopped" / "metrics.jsonl")) == 6  # five steps, one measurement
     summary = train(config, resume=True)
     assert untimed(tmp_path / "stopped" / "metrics.jsonl") == untimed(tmp_path / "whole" / "metrics.jsonl")
-    name = "model.safetensors"
     assert (summary.model / name).read_bytes() == (whole.model / name).read_bytes()
     assert summary.loss == whole.loss
     # once more, there is nothing left to do
