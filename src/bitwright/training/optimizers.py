@@ -1,8 +1,8 @@
 """An optimizer of torch by its name, with its own options.
 
-Every class of `torch.optim` that takes a step without being handed the loss again is known by its name in lower case:
-adamw, sgd, adafactor, … Options are its arguments, so what torch adds is there. Weight decay pulls matrices towards
-zero and leaves vectors (biases, factors of norms) alone, as is usual for transformers.
+Every class of `torch.optim` that takes a step from dense gradients, without being handed the loss again, is known by
+its name in lower case: adamw, sgd, adafactor, … Options are its arguments, so what torch adds is there. Weight decay
+pulls matrices towards zero and leaves vectors (biases, factors of norms) alone, as is usual for transformers.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def known_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
         and issubclass(found, torch.optim.Optimizer)
         and found is not torch.optim.Optimizer
         and not _asks_for_the_loss_again(found)
+        and found is not torch.optim.SparseAdam
     }
 
 
@@ -76,7 +77,7 @@ def make_optimizer(name: str, parameters: Iterable[Tensor], options: Mapping[str
     build: Any = known_optimizers()[name]
     try:
         return build(groups, **made)
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
         raise TrainingError(f"optimizer '{name}' with {made} is refused by torch ({error}); correct it") from error
 
 

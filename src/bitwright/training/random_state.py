@@ -14,6 +14,13 @@ import numpy as np
 import torch
 
 
+def seed_generators(seed: int) -> None:
+    """Begin every generator of this process anew; `seed` in [0, 2^63), of which NumPy takes the low 32 bits."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 def read_random_state() -> dict[str, Any]:
     """Return the state of every generator of this process."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)

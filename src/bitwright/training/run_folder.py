@@ -5,7 +5,8 @@
     OUT/checkpoints/step-000200/   the newest few (`checkpoint.py`)
     OUT/model/                     the trained model, once the run is over
 
-A folder that holds a run already is only gone on with when that is asked for, and only as the same run.
+A folder that holds a run already is only gone on with when that is asked for, and only as the same run. A folder in
+which nothing was ever trained (a wrong word in the configuration was found after it was made) holds no run.
 """
 
 from __future__ import annotations
@@ -54,6 +55,11 @@ class RunFolder:
         for folder in found[:-keep]:
             shutil.rmtree(folder)
 
+    def drop_if_unused(self) -> None:
+        """Delete the folder where no step was taken and nothing is saved in it."""
+        if _is_unused(self.path):
+            shutil.rmtree(self.path)
+
 
 def open_run_folder(out: str, decisive: Mapping[str, Any], *, resume: bool) -> RunFolder:
     """Make the folder of a new run, or find where an old one is gone on with. One process calls it.
@@ -68,7 +74,7 @@ def open_run_folder(out: str, decisive: Mapping[str, Any], *, resume: bool) -> R
     """
     path = Path(out)
     there = _read_config(path)
-    if there is None:
+    if there is None or _is_unused(path):
         _begin(path, decisive)
         return RunFolder(path=path, resume_from=None)
     latest = latest_checkpoint(path / "checkpoints") if (path / "checkpoints").is_dir() else None
@@ -100,9 +106,22 @@ def _read_config(path: Path) -> Any:
     if not file.is_file():
         raise TrainingError(f"'{path}' exists and holds no training run (no {CONFIG_FILE}); choose another out")
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        facts = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise TrainingError(f"'{file}' cannot be read ({error}); choose another out") from error
+    if not isinstance(facts, dict) or "policy" not in facts:
+        raise TrainingError(
+            f"'{path}' exists and holds no training run (its {CONFIG_FILE} is something else's); choose another out"
+        )
+    return facts
+
+
+def _is_unused(path: Path) -> bool:
+    """Whether a run was begun in a folder, and ended before its first step."""
+    if not (path / CONFIG_FILE).is_file():
+        return False
+    others = {entry.name for entry in path.iterdir()} - {CONFIG_FILE, f".{CONFIG_FILE}"}
+    return others <= {METRICS_FILE} and all((path / name).stat().st_size == 0 for name in others)
 
 
 def _begin(path: Path, decisive: Mapping[str, Any]) -> None:

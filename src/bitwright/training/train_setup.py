@@ -27,6 +27,7 @@ from bitwright.training.held_parameters import cast_parameters
 from bitwright.training.lora import LoraSettings, add_lora
 from bitwright.training.optimizers import make_optimizer
 from bitwright.training.prepare import find_policy, prepare
+from bitwright.training.random_state import seed_generators
 from bitwright.training.ranks import Ranks
 from bitwright.training.run import TrainingRun
 from bitwright.training.schedules import make_schedule
@@ -68,7 +69,7 @@ def set_up(config: TrainConfig, ranks: Ranks, device: torch.device) -> Prepared:
         if source is not None:
             raise_if_no_source(source)
     policy = find_policy(config.policy, device)
-    torch.manual_seed(config.seed)
+    seed_generators(config.seed)
     loaded = models.load(config.model, allow_pickle=config.allow_pickle)
     train, validation, notes = _read_rows(config, loaded)
     model = _trainable(loaded)
@@ -95,7 +96,7 @@ def set_up(config: TrainConfig, ranks: Ranks, device: torch.device) -> Prepared:
         emulate=config.emulate,
     )
     # what is drawn while training (dropout) differs from rank to rank, what the model is made of does not
-    torch.manual_seed((config.seed + ranks.rank) % 2**63)
+    seed_generators((config.seed + ranks.rank) % 2**63)
     batches = Batches(train, batch=config.batch, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
     return Prepared(
         run=run,

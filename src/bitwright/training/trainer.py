@@ -81,15 +81,21 @@ def train(config: TrainConfig, *, resume: bool = False, watcher: Watcher | None 
     raise_if_unusable_optimizer(config.optimizer.name, config.optimizer.options)
     raise_if_unknown_schedule(config.schedule.kind)
     with joined(config.device) as (ranks, device):
-        job = _Job(
-            config=config,
-            folder=_open_folder(config, ranks, resume=resume),
-            ranks=ranks,
-            device=device,
-            prepared=set_up(config, ranks, device),
-            watcher=watcher if watcher is not None and ranks.is_first else Unwatched(),
-        )
-        return job.run_to_the_end()
+        folder = _open_folder(config, ranks, resume=resume)
+        try:
+            job = _Job(
+                config=config,
+                folder=folder,
+                ranks=ranks,
+                device=device,
+                prepared=set_up(config, ranks, device),
+                watcher=watcher if watcher is not None and ranks.is_first else Unwatched(),
+            )
+            return job.run_to_the_end()
+        except BaseException:
+            if ranks.is_first:
+                folder.drop_if_unused()
+            raise
 
 
 def _open_folder(config: TrainConfig, ranks: Ranks, *, resume: bool) -> RunFolder:

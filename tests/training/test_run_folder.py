@@ -1,0 +1,63 @@
+"""The folder of a run: what was refused leaves nothing behind, and what is somebody else's is left alone."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bitwright.errors import TrainingError
+from bitwright.training.config import parse_config
+from bitwright.training.optimizers import make_optimizer
+from bitwright.training.random_state import seed_generators
+from bitwright.training.run_folder import open_run_folder
+from bitwright.training.trainer import train
+
+ASKED = {"policy": "bf16-mixed", "steps": 3}
+
+
+def test_what_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    out = tmp_path / "run"
+    config = parse_config(
+        f'model = "none"\nout = "{out}"\nsteps = 3\n[data]\ntrain = "{tmp_path / "missing.txt"}"\n'
+        "[optimizer]\nlr = 1e-3\n",
+        "test.toml",
+    )
+    with pytest.raises(Exception, match=r"missing\.txt"):
+        train(config)
+    assert not out.exists()
+
+
+def test_a_folder_without_a_step_is_begun_anew(tmp_path: Path) -> None:
+    open_run_folder(str(tmp_path), {**ASKED, "policy": "bf16-mxied"}, resume=False)
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert open_run_folder(str(tmp_path), ASKED, resume=False).resume_from is None
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(TrainingError, match="holds a run already"):
+        open_run_folder(str(tmp_path), ASKED, resume=False)
+
+
+def test_a_model_folder_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    for resume in (False, True):
+        with pytest.raises(TrainingError, match="holds no training run"):
+            open_run_folder(str(tmp_path), ASKED, resume=resume)
+    assert "LlamaForCausalLM" in (tmp_path / "config.json").read_text()
+
+
+def test_too_few_numbers_in_an_option_are_refused() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(TrainingError, match="betas"):
+        make_optimizer("adamw", [weight], {"lr": 1e-3, "betas": [0.9]})
+
+
+def test_a_seed_is_of_all_generators() -> None:
+    drawn = []
+    for _ in range(2):
+        seed_generators(2**40 + 7)
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+    assert drawn[0] == drawn[1]
