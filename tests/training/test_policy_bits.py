@@ -75,17 +75,19 @@ def test_activations_are_what_a_prepared_run_keeps(name: str) -> None:
         measured = sum(storage.nbytes() for storage in kept.values())
         step.backward(loss)
     policy, shape = POLICIES[name], model_shape(llama(), name="tiny")
-    # emulated codes lie in bf16
     changes: dict[str, Any] = {}
-    setup = activation_setup(policy, batch=2, sequence=256)
-    if setup.input_bits is not None and setup.input_bits < 16:
-        changes["input_bits"] = 16.0
+    apart = 0
+    if activation_setup(policy, batch=2, sequence=256).input_bits is not None:
+        # emulated codes lie in bf16, beside the output of attention that they were made of
+        changes["input_bits"], apart = 16.0, TOKENS.numel() * 3 * 128 * 2
     setup = activation_setup(policy, batch=2, sequence=256, **changes)
+    if policy.last_layers_high:  # one of three layers, under autocast
+        apart += 2 * shape.linear_weights // 3
     states = state_bits(policy)
     copies = (shape.linear_weights * states.copies + shape.read_by_head * states.head_copies) / 8
     predicted = TOKENS.numel() * (3 * layer_bits(shape, setup) + end_bits(shape, setup)) / 8 + copies
-    predicted += TOKENS.numel() * 512 * 4  # log-softmax
-    assert measured == pytest.approx(predicted, rel=0.12)
+    predicted += TOKENS.numel() * 512 * 4 + apart  # log-softmax
+    assert measured == pytest.approx(predicted, rel=0.02)
 
 
 def test_masters_in_the_optimizer_are_as_large() -> None:

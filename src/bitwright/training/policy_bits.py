@@ -90,6 +90,8 @@ def activation_setup(
         "stream_bits": max(own, compute),
         "compute_bits": compute,
     }
+    if own < 32 and masters == "in model":
+        fields["casts_each_input"] = True  # norms stay fp32, and so does what they give
     if policy.products is not None and _keeps_codes(policy.products):
         fields |= {"input_bits": _operand_bits(policy.products.forward_x), "casts_each_input": False}
     return ActivationSetup(**{**fields, **changes})  # type: ignore[arg-type]

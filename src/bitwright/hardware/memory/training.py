@@ -210,9 +210,7 @@ def _activation_lines(
     tokens, split = setup.tokens, sharding.tensor_parallel
     per_layer = layer_bits(shape, setup, tensor_parallel=split, is_sequence_parallel=sharding.is_sequence_parallel)
     if adapters is not None:
-        matrices = len(shape.layer_matrices) - 3 * (shape.num_experts - shape.experts_per_token) * (
-            shape.num_experts > 1
-        )
+        matrices = 4 + (2 + shape.is_gated) * shape.experts_per_token  # each keeps what A gives
         per_layer += matrices * adapters.rank * setup.compute_bits
     if setup.recompute == "full":
         kept = shape.hidden_size * setup.stream_bits / (split if sharding.is_sequence_parallel else 1)
