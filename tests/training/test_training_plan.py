@@ -114,6 +114,28 @@ def test_prepare_runs_a_plan(h100: TrainingPlan, make_tiny_model: Any, tmp_path:
     assert run.policy == POLICIES["fp8-hybrid"] and run.last is not None and run.last.skipped is None
 
 
+def test_prepare_runs_several_recipes_at_once(h100: TrainingPlan, make_tiny_model: Any, tmp_path: Path) -> None:
+    from bitwright.training.prepare import prepare
+
+    choices = {"model.layers.0.mlp.up_proj": "fp8-block", "model.layers.1.self_attn.q_proj": "bf16"}
+    sites = [site.model_copy(update={"choice": choices.get(site.name, site.choice)}) for site in h100.sites]
+    mixed = TrainingPlan.model_validate(
+        {**{name: getattr(h100, name) for name in type(h100).model_fields}, "sites": sites}
+    )
+    planned = policy_of_plan(mixed)
+    assert len(planned.by_recipe) == 2 and sum(len(layers) for _, layers in planned.by_recipe) == 13
+    model = make_tiny_model("llama").requires_grad_(True).train()
+    folder = write_training_plan(mixed, tmp_path / "plan")
+    run = prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), policy=folder)
+    tokens = torch.arange(64).reshape(2, 32)
+    with run.step() as step:
+        step.backward(model(input_ids=tokens, labels=tokens).loss)
+    own = {
+        name for name, layer in model.named_modules() if "forward" in vars(layer) and isinstance(layer, torch.nn.Linear)
+    }
+    assert own == set(planned.recipes) and {"lm_head", "model.layers.1.self_attn.q_proj"} == set(planned.high)
+
+
 def test_the_command_writes_shows_and_exports(
     make_tiny_folder: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
