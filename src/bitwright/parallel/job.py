@@ -19,7 +19,7 @@ class Software:
 
     #: fused: flash attention; stored: scores are written out.
     attention: Literal["fused", "stored"] = "fused"
-    #: Share of the device's fused attention that the library's reaches: about 0.5 for FlashAttention-1 or Triton's.
+    #: Share of the device's fused attention that the library's reaches: about 0.6 for FlashAttention-1 or Triton's.
     attention_speed: float = 1.0
     #: Times that elementwise work goes over memory, beside a compiled step's 1: about 2 where every operation is a
     #: kernel of its own.
@@ -52,8 +52,8 @@ class Tuning:
     link: float = 1.0
 
 
-#: What steps of well-kept libraries come to where nothing was calibrated: clocks fall under load, launches show.
-TYPICAL = Tuning(compute=1.15)
+#: Where nothing was calibrated.
+TYPICAL = Tuning()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -252,9 +252,10 @@ def _expert_parallel(job: Job) -> float:
 
 def _tuned(job: Job, found: PassTime) -> PassTime:
     tuning = job.tuning
+    times = tuning.compute / job.efficiency.sustained_share
     return PassTime(
-        linear=tuning.compute * found.linear,
-        attention=tuning.compute * tuning.attention * found.attention,
+        linear=times * found.linear,
+        attention=times * tuning.attention * found.attention,
         elementwise=tuning.compute * found.elementwise,
         quantize=tuning.compute * found.quantize,
         tp=found.tp,

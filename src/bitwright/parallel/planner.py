@@ -29,6 +29,7 @@ from bitwright.parallel.network import ClusterNetwork
 from bitwright.parallel.numerics import Numerics, numerics_of
 from bitwright.parallel.policy_memory import memory_facts
 from bitwright.parallel.step_time import StepTime, step_time
+from bitwright.training import choose
 from bitwright.training.policy import Policy
 
 #: Share of a device's memory that a step may fill.
@@ -137,7 +138,8 @@ def plan_layouts(request: PlanRequest, *, limit: int = 5) -> ParallelPlan:
         limit: how many at most.
 
     Raises:
-        ParallelError: no layout divides the model, the batch and the cluster; the commonest reason is named.
+        ParallelError: no layout divides the model, the batch and the cluster, and the commonest reason is named; or
+            the device does not multiply as a policy asks.
     """
     device = request.used_device
     efficiency, reason = efficiency_of(device)
@@ -146,6 +148,11 @@ def plan_layouts(request: PlanRequest, *, limit: int = 5) -> ParallelPlan:
     miss: NearestMiss | None = None
     too_large = 0
     for policy in request.policies:
+        lacking = choose.why_not(policy, device)
+        if lacking is not None:
+            raise ParallelError(
+                f"policy '{policy.name}' does not run on this cluster: {lacking}; plan with another one"
+            )
         numerics = numerics_of(policy)
         facts = memory_facts(policy, optimizer=request.optimizer)
         for job in _jobs(request, device, efficiency, numerics, refused):

@@ -137,7 +137,7 @@ def head_time_s(job: Job) -> float:
     for m, n, k in (sizes, (sizes[0], sizes[2], sizes[1]), (sizes[1], sizes[2], sizes[0])):
         seconds += gemm_time(job.device, job.efficiency, m=m, n=n, k=k, format=job.numerics.compute).seconds
     seconds += move_time_s(job.device, job.efficiency, _LOGIT_BYTES * job.tokens * vocabulary, launches=6)
-    return job.tuning.compute * seconds
+    return job.tuning.compute / job.efficiency.sustained_share * seconds
 
 
 def stage_layers(num_layers: int, stages: int, head_layers: float) -> list[int]:
