@@ -4,9 +4,9 @@
 
 Each group (a source on one device in one kind of format) is calibrated on at most three of its rows, chosen by a rule
 that looks at no result: the smallest, median and largest number of GPUs (products: of operations). Errors are over all
-other rows. Beside them: a constant share of the peak, calibrated on the same rows ("mean") and the best that there is for
-all rows of the group, results in hand ("best"); and a roofline that is not calibrated. Every row that is not predicted
-is counted and named with its reason.
+other rows. Beside them: a constant share of the peak, calibrated on the same rows ("mean"), and the best that there is
+for all rows of the group, results in hand ("best"); and a roofline that is not calibrated. Every row that is not
+predicted is counted and named with its reason.
 """
 
 from __future__ import annotations
