@@ -32,6 +32,9 @@ class Software:
     hidden_tp_share: float = 0.0
     #: Whether activations go on to the next stage while products run.
     overlaps_pipeline: bool = True
+    #: Whether a token goes once to each GPU (across nodes: to each node) that has experts of it, as DeepEP sends it, or
+    #: once for every expert.
+    sends_tokens_once: bool = True
     #: Gradients that one collective reduces; 25 MiB in DDP, of 4 bytes each.
     bucket_bytes: float = 25 * 2**20
 

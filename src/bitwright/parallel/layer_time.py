@@ -13,7 +13,8 @@ With T tokens of a GPU, h hidden, q and kv columns of the heads, f columns of th
     tp           2 all-reduces of T·h activations each way; with sequence parallelism as many bytes in all-gathers and
                  reduce-scatters, and two more gathers backward
     cp           keys and values around a ring, behind attention: only what attention does not cover
-    ep           2 all-to-alls of T·k·h each way
+    ep           2 all-to-alls of T·k·h each way; where a token goes to a GPU, or across nodes to a node, only once, of
+                 T·h·E(distinct places), p·(1-(1-1/p)^k) of p places
 
 Sources: Korthikanti et al., arXiv:2205.05198, section 4 (tp); Dao, arXiv:2307.08691 (attention); Narayanan et al.,
 arXiv:2104.04473, section 3. Everything is *predicted*.
@@ -246,8 +247,14 @@ def _expert_parallel(job: Job) -> float:
     ep = job.layout.ep
     if ep == 1:
         return 0.0
-    num_bytes = job.tokens * job.shape.experts_per_token * job.shape.hidden_size * job.numerics.activation_bits / 8
-    return 2 * job.tuned_network.seconds("all_to_all", num_bytes, ranks=ep, stride=job.layout.stride("ep"))
+    visited: float = job.shape.experts_per_token
+    stride, node = job.layout.stride("ep"), job.network.gpus_per_node
+    if job.software.sends_tokens_once:
+        inside = max(1, min(ep, node // stride))
+        places = ep // inside if ep > inside else ep
+        visited = places * (1 - (1 - 1 / places) ** visited)
+    num_bytes = job.tokens * visited * job.shape.hidden_size * job.numerics.activation_bits / 8
+    return 2 * job.tuned_network.seconds("all_to_all", num_bytes, ranks=ep, stride=stride)
 
 
 def _tuned(job: Job, found: PassTime) -> PassTime:
