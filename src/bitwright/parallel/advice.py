@@ -24,6 +24,7 @@ PART_TITLES = {
     "attention": "attention",
     "elementwise": "elementwise work",
     "quantize": "turning operands into codes",
+    "host": "waiting for the host",
     "head": "head and loss",
     "tp": "tensor-parallel collectives",
     "cp": "context-parallel exchange",

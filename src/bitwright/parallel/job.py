@@ -35,6 +35,10 @@ class Software:
     #: Whether a token goes once to each GPU (across nodes: to each node) that has experts of it, as DeepEP sends it, or
     #: once for every expert.
     sends_tokens_once: bool = True
+    #: Seconds that the host takes to start a layer of experts, forward; twice that backward. Routing has it wait for
+    #: the device's counts, so it cannot run ahead as it does in dense layers. About what published steps with small
+    #: micro-batches show; a captured graph makes it 0.
+    expert_host_s: float = 2.5e-3
     #: Gradients that one collective reduces; 25 MiB in DDP, of 4 bytes each.
     bucket_bytes: float = 25 * 2**20
 

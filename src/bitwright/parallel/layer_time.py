@@ -12,6 +12,7 @@ With T tokens of a GPU, h hidden, q and kv columns of the heads, f columns of th
     elementwise  10·h + 3·f (2·f without a gate) + 2·(q + kv) values a token read or written, twice that backward
     tp           2 all-reduces of T·h activations each way; with sequence parallelism as many bytes in all-gathers and
                  reduce-scatters, and two more gathers backward
+    host         what starting a layer of experts takes beyond all that
     cp           keys and values around a ring, behind attention: only what attention does not cover
     ep           2 all-to-alls of T·k·h each way; where a token goes to a GPU, or across nodes to a node, only once, of
                  T·h·E(distinct places), p·(1-(1-1/p)^k) of p places
@@ -23,7 +24,7 @@ arXiv:2104.04473, section 3. Everything is *predicted*.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from bitwright.hardware.roofline import compute_format, matmul_tflops
 from bitwright.parallel.gemm_time import gemm_time, move_time_s, quantize_time_s
@@ -46,6 +47,8 @@ class PassTime:
     attention: float = 0.0
     elementwise: float = 0.0
     quantize: float = 0.0
+    #: Waiting for the host, beyond the device's own work.
+    host: float = 0.0
     tp: float = 0.0
     cp: float = 0.0
     ep: float = 0.0
@@ -53,7 +56,7 @@ class PassTime:
     @property
     def compute(self) -> float:
         """Without collectives."""
-        return self.linear + self.attention + self.elementwise + self.quantize
+        return self.linear + self.attention + self.elementwise + self.quantize + self.host
 
     @property
     def exposed(self) -> float:
@@ -117,6 +120,7 @@ def forward_time(job: Job) -> PassTime:
             cp=_context_parallel(job, times=1),
             ep=_expert_parallel(job),
         ),
+        job.software.expert_host_s,
     )
 
 
@@ -138,6 +142,7 @@ def backward_time(job: Job) -> PassTime:
             cp=_context_parallel(job, times=2),
             ep=_expert_parallel(job),
         ),
+        2 * job.software.expert_host_s,
     )
     if job.layout.recompute == "none":
         return found
@@ -257,10 +262,11 @@ def _expert_parallel(job: Job) -> float:
     return 2 * job.tuned_network.seconds("all_to_all", num_bytes, ranks=ep, stride=stride)
 
 
-def _tuned(job: Job, found: PassTime) -> PassTime:
+def _tuned(job: Job, found: PassTime, host_s: float) -> PassTime:
+    """As slow as the calibration found it; and no faster than the host starts it."""
     tuning = job.tuning
     times = tuning.compute / job.efficiency.sustained_share
-    return PassTime(
+    slower = PassTime(
         linear=times * found.linear,
         attention=times * tuning.attention * found.attention,
         elementwise=tuning.compute * found.elementwise,
@@ -269,3 +275,6 @@ def _tuned(job: Job, found: PassTime) -> PassTime:
         cp=found.cp,
         ep=found.ep,
     )
+    if job.shape.num_experts == 1:
+        return slower
+    return replace(slower, host=max(0.0, host_s - slower.seconds))
