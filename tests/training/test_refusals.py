@@ -1,4 +1,4 @@
-"""What `prepare` and a run refuse with a sentence, and fp64 parameters, which they take."""
+"""What `prepare` and a run refuse with a sentence, fp64 parameters, which they take, and steps that are given up."""
 
 from __future__ import annotations
 
@@ -69,3 +69,22 @@ def test_fp64_parameters_are_masters_too() -> None:
         step.backward(model(torch.full((1, 4), 3.0, dtype=torch.float64)).sum())
     # every row of the weight has gradient 3, the bias 1: four of 3² in each of four rows, and four of 1
     assert run.last is not None and run.last.grad_norm == pytest.approx((16 * 9 + 4) ** 0.5)
+
+
+def test_a_step_that_is_given_up_draws_nothing() -> None:
+    """Stochastic gradients of nvfp4: a run goes on as one does that never began that step."""
+    ends = []
+    for is_interrupted in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(32, 32)
+        run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="nvfp4", accumulate=2)
+        x = torch.randn(16, 32)
+        if is_interrupted:
+            with pytest.raises(KeyboardInterrupt), run.step() as step:
+                step.backward(model(x).float().square().mean())
+                raise KeyboardInterrupt
+        with run.step() as step:
+            for _ in range(2):
+                step.backward(model(x).float().square().mean())
+        ends.append(model.weight.detach().clone())
+    assert torch.equal(*ends)

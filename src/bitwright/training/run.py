@@ -156,6 +156,8 @@ class TrainingRun:
         """Forget the gradients that are there."""
         self._losses.clear()
         self._settled = None
+        if self.products is not None:
+            self.products.restart_step()
         self.optimizer.zero_grad(set_to_none=True)
 
     # --- the end of a step ------------------------------------------------------------------------------------------
