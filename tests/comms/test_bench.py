@@ -16,7 +16,7 @@ import pytest
 from bitwright.cli import main
 from bitwright.comms import collective_time, read_topology_file
 from bitwright.comms.bench import BenchSettings, parse_sizes
-from bitwright.errors import CommsError
+from bitwright.errors import CommsError, UnknownName
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -115,6 +115,15 @@ def test_without_torchrun_the_way_is_shown(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(CommsError, match="start it with: torchrun --nproc-per-node N --no-python bitwright comm bench"):
         Peers(backend="gloo", timeout_s=1)
+
+
+def test_a_backend_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bitwright.comms.peers import Peers
+
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UnknownName, match="unknown backend 'gloom'; did you mean 'gloo'"):
+        Peers(backend="gloom", timeout_s=1)
 
 
 def test_sizes_are_spelled() -> None:

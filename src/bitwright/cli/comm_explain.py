@@ -17,6 +17,8 @@ from bitwright.comms.wire import WIRE_FORMATS, error_growth, wire_format
 #: Ranks, and numbers of a rank, that buffers are shown of.
 _SHOWN_RANKS = 8
 _SHOWN_NUMBERS = 16
+#: Messages of a step that are shown where more ranks take part.
+_SHOWN_MOVES = 3
 #: Ranks up to which the growth of errors is shown without being asked for more.
 _GROWTH = (2, 4, 8, 16, 32, 64)
 
@@ -76,14 +78,19 @@ def _print(console: Console, found: Explanation, dtype: str | None) -> None:
         _print_buffers(console, "start", found.start.tolist())
     for number, step in enumerate(found.steps):
         console.print(Text(f"step {number + 1}", style="bold"))
-        for move in step.moves:
+        shown = step.moves if made.num_ranks <= _SHOWN_RANKS else step.moves[:_SHOWN_MOVES]
+        for move in shown:
             console.print(Text(f"  {_spell_move(move, shows_numbers)}"), soft_wrap=True)
+        if len(shown) < len(step.moves):
+            console.print(Text(f"  and {len(step.moves) - len(shown)} more like these", style="dim"))
         if shows_numbers:
             _print_buffers(console, "then", step.buffers.tolist())
-    console.print(Text("result", style="bold"))
-    if shows_numbers:
-        for rank, row in enumerate(found.result):
-            console.print(Text(f"  rank {rank}  {_spell_row(row)}"), soft_wrap=True)
+    if found.start.shape[1] <= _SHOWN_NUMBERS:
+        console.print(Text("result", style="bold"))
+        is_same = made.num_ranks > _SHOWN_RANKS and len(set(found.result)) == 1
+        rows_told = [("every rank", found.result[0])] if is_same else _by_rank(found.result)
+        for who, row in rows_told:
+            console.print(Text(f"  {who}  {_spell_row(row)}"), soft_wrap=True)
     counts, size = found.counts, found.bytes_per_element
     per_rank = sorted(set(counts.sent))
     spread = f"{size * per_rank[0]:g}" if len(per_rank) == 1 else f"{size * per_rank[0]:g} to {size * per_rank[-1]:g}"
@@ -100,6 +107,10 @@ def _print(console: Console, found: Explanation, dtype: str | None) -> None:
         )
         rows.append(("against fp64", told))
     print_rows(console, rows)
+
+
+def _by_rank(result: tuple[tuple[float, ...], ...]) -> list[tuple[str, tuple[float, ...]]]:
+    return [(f"rank {rank}", row) for rank, row in enumerate(result)]
 
 
 def _spell_move(move: Move, with_values: bool) -> str:

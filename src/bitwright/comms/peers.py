@@ -21,10 +21,12 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from bitwright.errors import CommsError
+from bitwright.catalog import nearest_name_hint
+from bitwright.errors import CommsError, UnknownName
 
 _BEAT_EVERY_S = 0.25
 #: Without a sign of life for so long a rank counts as gone.
@@ -48,6 +50,7 @@ class Peers:
             )
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.timeout_s = timeout_s
+        self.device = _device(backend)
         self._step = 0
         self._is_closed = threading.Event()
         self._store = self._connect()
@@ -182,6 +185,22 @@ class Peers:
     def _beats(self) -> list[bytes]:
         keys = [f"beat/{rank}" for rank in range(self.size)]
         return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+
+
+def _device(backend: str) -> torch.device:
+    """Where a backend's numbers lie: Gloo's in memory, NCCL's on the GPU of the local rank."""
+    known = dist.Backend.backend_capability
+    if backend not in known:
+        raise UnknownName(
+            f"unknown backend {backend!r}{nearest_name_hint(backend, list(known))} Known backends: {', '.join(known)}"
+        )
+    if "cpu" in known[backend]:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise CommsError(f"backend '{backend}' moves numbers of GPUs, and torch sees none here; use --backend gloo")
+    local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(local)
+    return local
 
 
 def _ranks(ranks: list[int]) -> str:
