@@ -67,7 +67,8 @@ assert callable(load) and callable(quantize), (load, quantize)
 
 def test_policies_load_nothing_heavy() -> None:
     code = """
-from bitwright.training import POLICIES, operation_table
+from bitwright.training import operation_table
+from bitwright.training import POLICIES
 assert len(operation_table(POLICIES["nvfp4"])) > 20
 """
     assert heavy_after(code) == []
