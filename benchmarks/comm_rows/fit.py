@@ -1,10 +1,10 @@
-"""How a group is calibrated on its three rows: three factors, held near 1 by what is believed beforehand.
+"""How a group is calibrated on its three rows: a few factors, held near 1 by what is believed beforehand.
 
-    least   Σ ((log predicted - log measured) / 0.05)² + Σ (log factor / width)²
+    least   Σ ((log predicted - log measured) / 0.1)² + Σ (log factor / width)²
 
-over the factors of `Tuning`: compute (0.5; around `TYPICAL`), attention beyond that (0.4), collectives within a node
-(0.1) and across nodes (0.6). Factors that the three rows say nothing about stay where they are. No other figure is
-changed; what is predicted of other rows follows.
+over the factors of `Tuning`: compute (0.5), attention beyond that (0.4), collectives within a node (0.1) and across
+nodes (0.6). Factors that the three rows say nothing about stay where they are. No other figure is changed; what is
+predicted of other rows follows.
 """
 
 from __future__ import annotations
@@ -12,13 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from bitwright.parallel.job import TYPICAL
-
-_ROW_WIDTH = 0.05
+_ROW_WIDTH = 0.1
 #: Factor → how far from 1 it may be before it is not believed (of its logarithm).
 WIDTHS = {"compute": 0.5, "attention": 0.4, "node": 0.1, "link": 0.6}
-#: Where a factor of a whole step is believed to be; those of single products are 1.
-_CENTRES = {"compute": math.log(TYPICAL.compute)}
 
 
 def fit_factors(
@@ -31,19 +27,18 @@ def fit_factors(
         measured: seconds of the rows.
         widths: factors and their widths; None: `WIDTHS`.
     """
-    centres = _CENTRES if widths is None else {}
     widths = WIDTHS if widths is None else widths
-    best = {name: centres.get(name, 0.0) for name in widths}
+    best = dict.fromkeys(widths, 0.0)
     if not measured:
         return {name: math.exp(value) for name, value in best.items()}
-    loss = _loss(predict, measured, best, widths, centres)
+    loss = _loss(predict, measured, best, widths)
     step = 0.5
     while step > 0.01:
         moved = False
         for name in widths:
             for sign in (1, -1):
                 point = {**best, name: best[name] + sign * step}
-                found = _loss(predict, measured, point, widths, centres)
+                found = _loss(predict, measured, point, widths)
                 if found < loss:
                     best, loss, moved = point, found, True
         if not moved:
@@ -56,8 +51,7 @@ def _loss(
     measured: Sequence[float],
     point: dict[str, float],
     widths: dict[str, float],
-    centres: dict[str, float],
 ) -> float:
     factors = {name: math.exp(value) for name, value in point.items()}
     rows = sum((math.log(predict(index, factors) / value) / _ROW_WIDTH) ** 2 for index, value in enumerate(measured))
-    return rows + sum(((point[name] - centres.get(name, 0.0)) / width) ** 2 for name, width in widths.items())
+    return rows + sum((point[name] / width) ** 2 for name, width in widths.items())

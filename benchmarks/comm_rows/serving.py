@@ -61,6 +61,8 @@ _PRECISIONS = (
     ("exl2", 0.0, 6.0, "fp16"),
 )
 _WIDTHS = {"memory": 0.2, "packed": 0.1, "launch": 1.0}
+#: Tokens that llama.cpp runs at once (its `ubatch`).
+_CHUNK = 512
 #: Engine → share of the bandwidth that its packed weights reach at 8 bits and at fewer, and how many times as many
 #: launches it has as a captured graph of fused kernels: llama.cpp's builds of these rows had no graphs, and a kernel
 #: for every operation.
@@ -191,10 +193,11 @@ def _seconds(row: dict[str, Any], factors: dict[str, float]) -> float:
     job = replace(job, efficiency=record, packed_share=job.packed_share / factors["packed"])
     if row["phase"] == "decode":
         return decode_time(job).seconds
-    if row["stages"] == 1:
+    if not row["group"].startswith("llama.cpp"):
         return prefill_time(job).seconds
-    chunks = max(1, job.context // 512)
-    whole = prefill_time(replace(job, context=min(512, job.context))).seconds * chunks
+    chunks = max(1, job.context // _CHUNK)
+    one = prefill_time(replace(job, context=min(_CHUNK, job.context)))
+    whole = chunks * (one.seconds - one.parts["attention"]) + prefill_time(job).parts["attention"]
     return whole * (chunks + row["stages"] - 1) / chunks / row["stages"]
 
 

@@ -6,6 +6,7 @@ Links are those of `comms/topologies`, or of `data/comm/topologies` where a sour
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from bitwright import hardware
@@ -39,7 +40,7 @@ class SourceFacts:
 
 #: First part of a row's id → facts.
 SOURCES: dict[str, SourceFacts] = {
-    "llmf": SourceFacts(title="llm-foundry", software=replace(_EAGER, attention_speed=0.5), gradient_bits=16, zero=3),
+    "llmf": SourceFacts(title="llm-foundry", software=replace(_EAGER, attention_speed=0.6), gradient_bits=16, zero=3),
     "tt": SourceFacts(title="torchtitan", software=_COMPILED, is_sequence_parallel=True, zero=3),
     "ao": SourceFacts(title="torchao", software=_COMPILED, zero=3),
     "pt": SourceFacts(title="PyTorch", software=_COMPILED, zero=3),
@@ -99,6 +100,7 @@ def device_of(name: str) -> tuple[Device, Efficiency, str] | None:
     return None
 
 
+@lru_cache(maxsize=100)
 def find_device(name: str) -> tuple[Device, Efficiency]:
     """Return a device of the catalog or of `data/comm/devices`, and what kernels reach on it."""
     own = _OWN / "devices" / f"{name}.toml"

@@ -156,7 +156,12 @@ def step_seconds(row: dict[str, Any], job: Job) -> float | None:
     return None
 
 
-def predict_training() -> tuple[list[Prediction], list[LeftOut]]:
+def predict_per_source() -> tuple[list[Prediction], list[LeftOut]]:
+    """Return every training row where all rows of a source share three rows of calibration, whatever their device."""
+    return predict_training(per_source=True)
+
+
+def predict_training(*, per_source: bool = False) -> tuple[list[Prediction], list[LeftOut]]:
     """Return every training row, predicted or left out."""
     left: list[LeftOut] = []
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -167,6 +172,8 @@ def predict_training() -> tuple[list[Prediction], list[LeftOut]]:
             left.append(LeftOut(row=row["id"], reason=found))
             continue
         job, group = found
+        if per_source:
+            group = group.split(",")[0]
         seconds = step_seconds(row, job)
         if seconds is None:
             left.append(LeftOut(row=row["id"], reason="neither time nor rate with a batch"))

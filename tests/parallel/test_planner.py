@@ -13,6 +13,7 @@ from bitwright.hardware import KNOWN_MODELS
 from bitwright.parallel.advice import bottleneck_of, changes, reason_of
 from bitwright.parallel.layout import Layout, why_not
 from bitwright.parallel.memory import layout_memory
+from bitwright.parallel.numerics import faster_numerics
 from bitwright.parallel.planner import PlanRequest, plan_layouts
 from bitwright.parallel.policy_memory import memory_facts
 from bitwright.parallel.step_time import step_time
@@ -118,12 +119,20 @@ def test_a_cluster_without_a_device_or_with_a_missing_link(tmp_path: Path) -> No
         request(cluster=str(file))
 
 
+def test_a_policy_that_the_device_does_not_run_is_refused() -> None:
+    with pytest.raises(ParallelError, match=r"'fp8-hybrid' does not run on this cluster: a100-sxm has no matrix unit"):
+        plan_layouts(request(cluster="a100x8", policies=(policy_named("fp8-hybrid"),)))
+
+
 def test_reasons_and_changes_are_the_models_own() -> None:
     best = plan_layouts(request("llama-3-70b", "h100x8x8", 256, fixed=(("tp", 8), ("pp", 2)))).candidates[0]
     said = reason_of(best.job, best.time)
     assert "tp within a node" in said and "bubble" in said
     assert "% of the step" in bottleneck_of(best.time)
-    found = {change.what: change.gain for change in changes(best.job, best.time)}
+    others = faster_numerics(best.job.device, ["bf16-mixed"])
+    assert {other.name for other in others} == {"fp8-hybrid", "fp8-block"}
+    found = {change.what: change.gain for change in changes(best.job, best.time, others)}
+    assert 0.1 < found["policy fp8-hybrid"] < 0.9
     assert found["tp 16, across nodes"] < -0.05
     assert found["chunked (asynchronous) tensor parallelism"] > 0.02
     gains = list(found.values())

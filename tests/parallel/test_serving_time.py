@@ -53,7 +53,7 @@ def test_decoding_is_bound_by_memory_until_batches_are_large() -> None:
 def test_the_cache_counts() -> None:
     short, long = (decode_time(replace(job(batch=32), context=context)) for context in (128, 4096))
     moved = 32 * 2 * 32 * 32 * 128 * 2 * (4096 - 128)
-    assert long.seconds - short.seconds == pytest.approx(moved / (0.815 * 2039e9), rel=0.01)
+    assert long.seconds - short.seconds == pytest.approx(moved / (efficiency_of(A100)[0].memory_share * 2039e9))
     halved = decode_time(replace(job(batch=32), context=4096, kv_bits=8.0))
     assert halved.parts["attention"] == pytest.approx(long.parts["attention"] / 2)
 

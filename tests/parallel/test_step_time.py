@@ -102,6 +102,24 @@ def test_experts_multiply_what_a_token_visits(make_job: MakeJob) -> None:
     assert step_time(job).parts["ep"] > 0
 
 
+def test_a_token_goes_once_to_each_place_that_has_experts_of_it(make_job: MakeJob) -> None:
+    def exchange(once: bool) -> float:
+        job = make_job("mixtral-8x7b", dp=8, ep=8, software=Software(sends_tokens_once=once))
+        return step_time(job).parts["ep"]
+
+    # 2 of 8 experts on 8 GPUs: 8 · (1 - (7/8)²) = 1.875 different ones.
+    assert exchange(True) / exchange(False) == pytest.approx(1.875 / 2, rel=0.02)
+
+
+def test_small_micro_batches_of_experts_wait_for_the_host(make_job: MakeJob) -> None:
+    small = make_job("mixtral-8x7b", dp=8, ep=8, sequence=256)
+    floor = 32 * 3 * small.software.expert_host_s * small.num_micro_batches
+    assert step_time(small).seconds > floor
+    assert step_time(small).parts["host"] > 0
+    graph = replace(small, software=Software(expert_host_s=0.0))
+    assert step_time(graph).parts["host"] == 0
+
+
 def test_overlap_and_recomputation_cost_what_they_should(make_job: MakeJob) -> None:
     base = {"dp": 8, "tp": 1, "zero": 0}
     hidden = step_time(make_job(**base)).parts["dp"]

@@ -23,6 +23,7 @@ LAYOUTS = [
     {"dp": 2, "pp": 4, "zero": 1},
     {"dp": 2, "tp": 2, "pp": 2, "interleave": 2, "zero": 1},
     {"pp": 8, "schedule": "gpipe"},
+    {"dp": 8, "zero": 3, "zero_group": 4},
 ]
 
 

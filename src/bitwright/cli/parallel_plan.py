@@ -19,6 +19,7 @@ from bitwright.cli.table import new_console, new_table, print_rows, print_table
 from bitwright.report.units import spell_bytes, spell_count, spell_percent, spell_seconds
 
 if TYPE_CHECKING:
+    from bitwright.parallel.numerics import Numerics
     from bitwright.parallel.planner import Candidate, NearestMiss, ParallelPlan, PlanRequest
 
 
@@ -120,7 +121,7 @@ def _print(console: Console, request: PlanRequest, plan: ParallelPlan) -> None:
     best = plan.candidates[0]
     rows = [(f"why {rank}", reason_of(found.job, found.time)) for rank, found in enumerate(plan.candidates, start=1)]
     rows.append(("bottleneck", bottleneck_of(best.time)))
-    for change in changes(best.job, best.time):
+    for change in changes(best.job, best.time, _others(request, plan)):
         note = f" ({change.note})" if change.note else ""
         rows.append(("what if", f"{change.what}: {change.gain:+.1%} tokens/s{note}"))
     rows.append(("kernels", plan.efficiency_reason.split(";")[0]))
@@ -131,6 +132,13 @@ def _print(console: Console, request: PlanRequest, plan: ParallelPlan) -> None:
             style="dim",
         )
     )
+
+
+def _others(request: PlanRequest, plan: ParallelPlan) -> tuple[Numerics, ...]:
+    """Policies that were not asked for and that the device multiplies natively."""
+    from bitwright.parallel.numerics import faster_numerics
+
+    return faster_numerics(plan.device, [policy.name for policy in request.policies])
 
 
 def _cells(found: Candidate, *, several: bool) -> tuple[Text, ...]:
@@ -219,5 +227,5 @@ def plan_facts(request: PlanRequest, plan: ParallelPlan) -> dict[str, object]:
         "fits": True,
         "layouts": layouts,
         "bottleneck": bottleneck_of(best.time),
-        "changes": [asdict(change) for change in changes(best.job, best.time)],
+        "changes": [asdict(change) for change in changes(best.job, best.time, _others(request, plan))],
     }

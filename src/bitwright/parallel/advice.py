@@ -7,13 +7,15 @@ that a larger batch counts as what it is. Changes that the cluster, the batch or
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from bitwright.comms.wire import safe_ranks
 from bitwright.errors import CommsError, HardwareError, ParallelError
 from bitwright.parallel.job import Job
 from bitwright.parallel.layout import why_not
 from bitwright.parallel.network import SlowerNetwork
+from bitwright.parallel.numerics import Numerics
 from bitwright.parallel.step_time import StepTime, step_time
 
 #: Part → what it is, for people.
@@ -22,6 +24,7 @@ PART_TITLES = {
     "attention": "attention",
     "elementwise": "elementwise work",
     "quantize": "turning operands into codes",
+    "host": "waiting for the host",
     "head": "head and loss",
     "tp": "tensor-parallel collectives",
     "cp": "context-parallel exchange",
@@ -71,11 +74,17 @@ def bottleneck_of(time: StepTime) -> str:
     return f"{PART_TITLES[name]}: {time.parts[name] / time.seconds:.0%} of the step"
 
 
-def changes(job: Job, time: StepTime) -> tuple[Change, ...]:
-    """Return what changing one thing would do, largest effect first; first what helps, then what would hurt."""
+def changes(job: Job, time: StepTime, others: Sequence[Numerics] = ()) -> tuple[Change, ...]:
+    """Return what changing one thing would do, largest effect first; first what helps, then what would hurt.
+
+    Args:
+        job, time: the step.
+        others: further numerics to try.
+    """
     base = job.global_batch / time.seconds
     found = []
-    for what, note, other in _variants(job):
+    policies = [(f"policy {n.name}", "its products; weigh its loss too", replace(job, numerics=n)) for n in others]
+    for what, note, other in (*policies, *_variants(job)):
         reason = why_not(
             other.layout,
             other.shape,
@@ -101,7 +110,8 @@ def _variants(job: Job) -> Iterator[tuple[str, str, Job]]:
     yield "twice the global batch", "if it still trains as well", replace(job, global_batch=2 * job.global_batch)
     ranks = layout.dp * layout.cp
     if numerics.gradient_bits > 16 and ranks > 1:
-        note = f"sums over {ranks} ranks lose more; see `bitwright comm explain allreduce --dtype bf16 --growth`"
+        safe = safe_ranks("bf16")
+        note = f"ring sums stay within a bf16 rounding of exact ones up to {safe} ranks; here are {ranks}"
         yield "gradients in bf16 on the wire", note, replace(job, numerics=replace(numerics, gradient_bits=16.0))
     yield (
         "links between nodes twice as fast",

@@ -10,6 +10,7 @@
     [matmul_share]     format → share of the peak that full tiles reach
     [attention_share]  forward, backward: share of the 16-bit peak that fused attention reaches; stored: batched
                        products whose scores are written out
+    sustained_share    of what a product reaches alone, in a step that runs for hours: clocks fall under load
     contention         how much slower products run beside a collective
     unaligned_share    of the 16-bit peak, where a head is no multiple of 8 wide and the matrix units are not used
 
@@ -55,6 +56,7 @@ class Efficiency:
     attention_stored_share: float
     unaligned_share: float
     contention: float
+    sustained_share: float
     source: str
     certainty: Certainty
 
@@ -78,6 +80,7 @@ DEFAULT = Efficiency(
     attention_stored_share=0.45,
     unaligned_share=0.125,
     contention=1.4,
+    sustained_share=0.88,
     source="shares between those of the devices that have a file",
     certainty="recalled",
 )
@@ -103,6 +106,7 @@ class _EfficiencyFile(BaseModel):
     sharpness: Annotated[float, Field(ge=1)]
     unaligned_share: _Share
     contention: Annotated[float, Field(ge=1)]
+    sustained_share: _Share
     matmul_share: Annotated[dict[_Text, _Share], Field(min_length=1)]
     attention_share: _AttentionSection
     source: _Text
@@ -137,6 +141,7 @@ def parse_efficiency(content: bytes, file: str) -> Efficiency:
         attention_stored_share=fields.attention_share.stored,
         unaligned_share=fields.unaligned_share,
         contention=fields.contention,
+        sustained_share=fields.sustained_share,
         source=fields.source,
         certainty=fields.certainty,
     )

@@ -12,8 +12,10 @@ With T tokens of a GPU, h hidden, q and kv columns of the heads, f columns of th
     elementwise  10·h + 3·f (2·f without a gate) + 2·(q + kv) values a token read or written, twice that backward
     tp           2 all-reduces of T·h activations each way; with sequence parallelism as many bytes in all-gathers and
                  reduce-scatters, and two more gathers backward
+    host         what starting a layer of experts takes beyond all that
     cp           keys and values around a ring, behind attention: only what attention does not cover
-    ep           2 all-to-alls of T·k·h each way
+    ep           2 all-to-alls of T·k·h each way; where a token goes to a GPU, or across nodes to a node, only once, of
+                 T·h·E(distinct places), p·(1-(1-1/p)^k) of p places
 
 Sources: Korthikanti et al., arXiv:2205.05198, section 4 (tp); Dao, arXiv:2307.08691 (attention); Narayanan et al.,
 arXiv:2104.04473, section 3. Everything is *predicted*.
@@ -22,7 +24,7 @@ arXiv:2104.04473, section 3. Everything is *predicted*.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from bitwright.hardware.roofline import compute_format, matmul_tflops
 from bitwright.parallel.gemm_time import gemm_time, move_time_s, quantize_time_s
@@ -45,6 +47,8 @@ class PassTime:
     attention: float = 0.0
     elementwise: float = 0.0
     quantize: float = 0.0
+    #: Waiting for the host, beyond the device's own work.
+    host: float = 0.0
     tp: float = 0.0
     cp: float = 0.0
     ep: float = 0.0
@@ -52,7 +56,7 @@ class PassTime:
     @property
     def compute(self) -> float:
         """Without collectives."""
-        return self.linear + self.attention + self.elementwise + self.quantize
+        return self.linear + self.attention + self.elementwise + self.quantize + self.host
 
     @property
     def exposed(self) -> float:
@@ -116,6 +120,7 @@ def forward_time(job: Job) -> PassTime:
             cp=_context_parallel(job, times=1),
             ep=_expert_parallel(job),
         ),
+        job.software.expert_host_s,
     )
 
 
@@ -137,6 +142,7 @@ def backward_time(job: Job) -> PassTime:
             cp=_context_parallel(job, times=2),
             ep=_expert_parallel(job),
         ),
+        2 * job.software.expert_host_s,
     )
     if job.layout.recompute == "none":
         return found
@@ -246,18 +252,29 @@ def _expert_parallel(job: Job) -> float:
     ep = job.layout.ep
     if ep == 1:
         return 0.0
-    num_bytes = job.tokens * job.shape.experts_per_token * job.shape.hidden_size * job.numerics.activation_bits / 8
-    return 2 * job.tuned_network.seconds("all_to_all", num_bytes, ranks=ep, stride=job.layout.stride("ep"))
+    visited: float = job.shape.experts_per_token
+    stride, node = job.layout.stride("ep"), job.network.gpus_per_node
+    if job.software.sends_tokens_once:
+        inside = max(1, min(ep, node // stride))
+        places = ep // inside if ep > inside else ep
+        visited = places * (1 - (1 - 1 / places) ** visited)
+    num_bytes = job.tokens * visited * job.shape.hidden_size * job.numerics.activation_bits / 8
+    return 2 * job.tuned_network.seconds("all_to_all", num_bytes, ranks=ep, stride=stride)
 
 
-def _tuned(job: Job, found: PassTime) -> PassTime:
+def _tuned(job: Job, found: PassTime, host_s: float) -> PassTime:
+    """As slow as the calibration found it; and no faster than the host starts it."""
     tuning = job.tuning
-    return PassTime(
-        linear=tuning.compute * found.linear,
-        attention=tuning.compute * tuning.attention * found.attention,
+    times = tuning.compute / job.efficiency.sustained_share
+    slower = PassTime(
+        linear=times * found.linear,
+        attention=times * tuning.attention * found.attention,
         elementwise=tuning.compute * found.elementwise,
         quantize=tuning.compute * found.quantize,
         tp=found.tp,
         cp=found.cp,
         ep=found.ep,
     )
+    if job.shape.num_experts == 1:
+        return slower
+    return replace(slower, host=max(0.0, host_s - slower.seconds))

@@ -103,6 +103,7 @@ class Layout:
         parts += [f"cp{self.cp}"] if self.cp > 1 else []
         parts += [f"ep{self.ep}"] if self.ep > 1 else []
         parts += [f"zero{self.zero}"] if self.zero else []
+        parts += [f"of{self.zero_group}"] if self.zero_group else []
         parts += [f"mb{self.micro_batch}"]
         parts += [f"v{self.interleave}"] if self.interleave > 1 else []
         parts += [self.schedule] if self.pp > 1 and self.schedule != "1f1b" else []

@@ -9,10 +9,13 @@ whose numbers are at hand.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bitwright import formats
-from bitwright.training.policy import Policy
+from bitwright.hardware.device import Device
+from bitwright.training.choose import why_not
+from bitwright.training.policy import POLICIES, Policy
 from bitwright.training.product_recipe import OperandRule
 
 
@@ -81,6 +84,15 @@ def numerics_of(policy: Policy, *, gradient_bits: float | None = None) -> Numeri
         kept_share=policy.last_layers_high,
         parameter_bits=wire,
         gradient_bits=bits,
+    )
+
+
+def faster_numerics(device: Device, known: Sequence[str]) -> tuple[Numerics, ...]:
+    """Return what the policies with products of fewer bits that a device has units for mean, those known left out."""
+    return tuple(
+        numerics_of(policy)
+        for policy in POLICIES.values()
+        if policy.products is not None and policy.name not in known and why_not(policy, device) is None
     )
 
 

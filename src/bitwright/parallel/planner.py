@@ -29,6 +29,7 @@ from bitwright.parallel.network import ClusterNetwork
 from bitwright.parallel.numerics import Numerics, numerics_of
 from bitwright.parallel.policy_memory import memory_facts
 from bitwright.parallel.step_time import StepTime, step_time
+from bitwright.training import choose
 from bitwright.training.policy import Policy
 
 #: Share of a device's memory that a step may fill.
@@ -137,7 +138,8 @@ def plan_layouts(request: PlanRequest, *, limit: int = 5) -> ParallelPlan:
         limit: how many at most.
 
     Raises:
-        ParallelError: no layout divides the model, the batch and the cluster; the commonest reason is named.
+        ParallelError: no layout divides the model, the batch and the cluster, and the commonest reason is named; or
+            the device does not multiply as a policy asks.
     """
     device = request.used_device
     efficiency, reason = efficiency_of(device)
@@ -146,6 +148,12 @@ def plan_layouts(request: PlanRequest, *, limit: int = 5) -> ParallelPlan:
     miss: NearestMiss | None = None
     too_large = 0
     for policy in request.policies:
+        lacking = choose.why_not(policy, device)
+        if lacking is not None:
+            instead = choose.choose_policy(device).policy.name
+            raise ParallelError(
+                f"policy '{policy.name}' does not run on this cluster: {lacking}; plan with '{instead}'"
+            )
         numerics = numerics_of(policy)
         facts = memory_facts(policy, optimizer=request.optimizer)
         for job in _jobs(request, device, efficiency, numerics, refused):
@@ -184,7 +192,9 @@ def _distinct(fitting: Sequence[Candidate], limit: int) -> tuple[Candidate, ...]
     kept: dict[tuple[object, ...], Candidate] = {}
     for found in fitting:
         layout = found.layout
-        kept.setdefault((found.policy, layout.tp, layout.pp, layout.cp, layout.ep, layout.zero), found)
+        kept.setdefault(
+            (found.policy, layout.tp, layout.pp, layout.cp, layout.ep, layout.zero, layout.zero_group), found
+        )
     return tuple(kept.values())[:limit]
 
 
@@ -230,7 +240,7 @@ def _layouts(request: PlanRequest, refused: Counter[str]) -> Iterator[Layout]:
 def _variants(request: PlanRequest, refused: Counter[str], axes: dict[str, int]) -> Iterator[Layout]:
     fixed = dict(request.fixed)
     for micro in [fixed["micro_batch"]] if "micro_batch" in fixed else _MICRO_BATCHES:
-        for zero in [fixed["zero"]] if "zero" in fixed else _zeros(axes):
+        for zero, group in _zeros(axes, fixed.get("zero"), request.topology.counts[0]):
             for interleave in _INTERLEAVES if axes["pp"] > 1 else (1,):
                 layout = Layout(
                     dp=axes["dp"],
@@ -239,6 +249,7 @@ def _variants(request: PlanRequest, refused: Counter[str], axes: dict[str, int])
                     pp=axes["pp"],
                     ep=axes["ep"],
                     zero=zero,
+                    zero_group=group,
                     micro_batch=micro,
                     interleave=interleave,
                     is_sequence_parallel=axes["tp"] > 1,
@@ -256,10 +267,15 @@ def _variants(request: PlanRequest, refused: Counter[str], axes: dict[str, int])
                     refused[reason] += 1
 
 
-def _zeros(axes: dict[str, int]) -> tuple[int, ...]:
-    if axes["dp"] * axes["cp"] == 1:
-        return (0,)
-    return (1, 3) if axes["pp"] == 1 else (1,)
+def _zeros(axes: dict[str, int], fixed: int | None, node: int) -> list[tuple[int, int]]:
+    """(ZeRO stage, GPUs that divide states: 0 for all) worth trying: FSDP over all GPUs, and within a node (HSDP)."""
+    ranks = axes["dp"] * axes["cp"]
+    stages = [0] if ranks == 1 else [1, 3] if axes["pp"] == 1 else [1]
+    found = [(stage, 0) for stage in ([fixed] if fixed is not None else stages)]
+    inside = node // axes["tp"]
+    if (3, 0) in found and axes["cp"] == 1 and axes["ep"] == 1 and 1 < inside < ranks and axes["dp"] % inside == 0:
+        found.append((3, inside))
+    return found
 
 
 def _least_recompute(

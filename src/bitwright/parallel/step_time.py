@@ -40,7 +40,8 @@ class StepTime:
     """The predicted time of a training step, and its parts."""
 
     seconds: float
-    #: "linear", "attention", "elementwise", "quantize", "head", "tp", "cp", "ep", "pp", "bubble", "dp", "optimizer"
+    #: "linear", "attention", "elementwise", "quantize", "host", "head", "tp", "cp", "ep", "pp", "bubble", "dp",
+    #: "optimizer"
     parts: Mapping[str, float]
     #: One layer's passes of one micro-batch, and how many layers the slowest stage has.
     forward: PassTime
@@ -88,6 +89,7 @@ def step_time(job: Job) -> StepTime:
         "attention": at_work.attention,
         "elementwise": at_work.elementwise,
         "quantize": at_work.quantize,
+        "host": at_work.host,
         "head": m * head_s if slowest == len(stages) - 1 else 0.0,
         "tp": at_work.tp,
         "cp": at_work.cp,
@@ -137,7 +139,7 @@ def head_time_s(job: Job) -> float:
     for m, n, k in (sizes, (sizes[0], sizes[2], sizes[1]), (sizes[1], sizes[2], sizes[0])):
         seconds += gemm_time(job.device, job.efficiency, m=m, n=n, k=k, format=job.numerics.compute).seconds
     seconds += move_time_s(job.device, job.efficiency, _LOGIT_BYTES * job.tokens * vocabulary, launches=6)
-    return job.tuning.compute * seconds
+    return job.tuning.compute / job.efficiency.sustained_share * seconds
 
 
 def stage_layers(num_layers: int, stages: int, head_layers: float) -> list[int]:

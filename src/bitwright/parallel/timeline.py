@@ -98,6 +98,8 @@ def _single_stage(job: Job, time: StepTime) -> list[Event]:
         now = _fsdp(job, time, index, now, events) if job.layout.zero == 3 else _plain(job, time, index, now, events)
         if is_last and job.layout.zero < 3 and job.layout.dp * job.layout.cp > 1:
             now = _buckets(job, time, 0, now, events)
+        if is_last and job.layout.zero == 3 and job.layout.zero_group:
+            now = _across_groups(job, now, events)
     return events
 
 
@@ -136,6 +138,17 @@ def _fsdp(job: Job, time: StepTime, index: int, now: float, events: list[Event])
         now = _layer(time, 0, f"layer {layer} backward {index}", now, stretched, events, is_backward=True)
     events.append(_event(0, "dp", f"reduce-scatter layer 0 ({index})", "exposed", now, scatter))
     return now + scatter
+
+
+def _across_groups(job: Job, now: float, events: list[Event]) -> float:
+    """Copies of a divided model sum their gradients."""
+    layout = job.layout
+    group = layout.zero_group
+    num_bytes = sum(shard_parameters(job)) * job.numerics.gradient_bits / 8 / group
+    copies, apart = layout.dp * layout.cp // group, layout.tp * group
+    length = job.tuned_network.seconds("all_reduce", num_bytes, ranks=copies, stride=apart)
+    events.append(_event(0, "dp", "all-reduce across groups", "exposed", now, length))
+    return now + length
 
 
 def _layer(

@@ -1,6 +1,6 @@
 """A timeline as an SVG: one row a lane, time from left to right, what waits in red.
 
-Self-contained, no script. Events narrower than a fifth of a pixel are left out.
+Self-contained, no script. Nothing is drawn narrower than half a pixel, so that short collectives are seen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _COLOURS: dict[Category, str] = {
     "optimizer": "#f28e2b",
 }
 _WIDTH, _LEFT, _ROW, _TOP = 1200, 150, 18, 60
-_LEAST_WIDTH = 0.2
+_LEAST_WIDTH = 0.5
 
 
 def svg_text(timeline: Timeline) -> str:
@@ -27,7 +27,7 @@ def svg_text(timeline: Timeline) -> str:
     rows = _rows(timeline)
     height = _TOP + _ROW * len(rows) + 40
     end = timeline.end_s or 1.0
-    scale = (_WIDTH - _LEFT - 20) / end
+    scale = (_WIDTH - _LEFT - 40) / end
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
         f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="11">',
@@ -44,8 +44,8 @@ def svg_text(timeline: Timeline) -> str:
         lines.append(f'<text x="10" y="{y + 12}">stage {stage} {lane}</text>')
         lines.append(f'<line x1="{_LEFT}" y1="{y + _ROW}" x2="{_WIDTH - 20}" y2="{y + _ROW}" stroke="#eee"/>')
     for event in timeline.events:
-        width = event.duration_s * scale
-        if width >= _LEAST_WIDTH:
+        if event.duration_s > 0:
+            width = max(_LEAST_WIDTH, event.duration_s * scale)
             x, y = _LEFT + event.start_s * scale, _TOP + _ROW * rows[event.stage, event.lane] + 2
             what = escape(f"{event.name}: {1e3 * event.duration_s:.3g} ms at {1e3 * event.start_s:.4g} ms")
             lines.append(
@@ -60,6 +60,5 @@ def svg_text(timeline: Timeline) -> str:
 
 def _rows(timeline: Timeline) -> dict[tuple[int, str], int]:
     used = {(event.stage, event.lane) for event in timeline.events if event.duration_s > 0}
-    used |= {(event.stage, event.lane) for event in timeline.events}
     ordered = sorted(used, key=lambda key: (key[0], LANES.index(key[1])))
     return {key: number for number, key in enumerate(ordered)}
