@@ -65,6 +65,9 @@ def report(
     print(f"  {'group':44} rows  predicted: mean  median   worst │ constant: mean    best │ roofline: mean   skill")
     lines = [line_of(group, rows) for group, rows in sorted(groups.items())]
     lines.append(line_of("all", predictions))
+    apart = [row for row in predictions if not row.is_fitted]
+    if len(apart) < len(predictions):
+        lines.append(line_of("all, sweeps of the devices' figures left out", apart))
     for line in lines:
         print(text_of(line))
     if show_rows:

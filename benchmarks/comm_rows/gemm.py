@@ -71,6 +71,8 @@ def predict_gemm() -> tuple[list[Prediction], list[LeftOut]]:
 
 
 def _products(row: dict[str, Any]) -> list[dict[str, Any]] | str:
+    if row.get("is_host_bound"):
+        return "time of the host, not of the product (the source's floor of 70 µs)"
     known = next((name for start, name in _DEVICES if row["device"].startswith(start)), None)
     if known is None:
         return f"no device file for {row['device']}"
@@ -145,6 +147,7 @@ def _predict_group(group: str, rows: list[dict[str, Any]]) -> list[Prediction]:
             constant=_ideal_s(row) / share,
             roofline=_roofline_s(row),
             is_calibration=row in chosen,
+            is_fitted=row["is_fitted"],
         )
         for row in rows
     ]

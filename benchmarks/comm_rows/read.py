@@ -21,6 +21,8 @@ class Prediction:
     constant: float | None = None
     roofline: float | None = None
     is_calibration: bool = False
+    #: Whether figures of the device were fitted to the row's whole sweep.
+    is_fitted: bool = False
     #: Among how many GPUs; what rows of a group are ordered by.
     gpus: int = 1
 

@@ -1,4 +1,8 @@
-"""What is known of each source beside its rows: its machine's network and its library's ways. None of it is fitted.
+"""What is known of each source beside its rows: its machine's network and its library's ways.
+
+No row is fitted; but what a library is like (attention at 0.6 of the device's, eager work at 2 passes, what overlaps)
+was settled with the errors of whole sources in sight, as were `packed_share` in `serving.py`, and `sustained_share` and
+`expert_host_s` in the library.
 
 Links are those of `comms/topologies`, or of `data/comm/topologies` where a source says what it has.
 """

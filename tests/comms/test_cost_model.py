@@ -66,6 +66,17 @@ def test_nothing_to_send_takes_no_time() -> None:
     assert collective_time("all_reduce", 0, topology("h100x8")).time_s == 0
 
 
+def test_switches_between_nodes_halve_what_network_cards_send() -> None:
+    cluster = topology("h100-sharpx8x8")
+    sharp, tree = (collective_time("all_reduce", 8 * GIB, cluster, name) for name in ("sharp", "nvls_tree"))
+    assert tree.bound == "NDR InfiniBand with SHARP"
+    # Half of the tree's bytes there, so that the switch inside nodes decides.
+    assert sharp.bound == "NVSwitch"
+    assert sharp.time_s < 0.8 * tree.time_s
+    with pytest.raises(CommsError, match="needs a switch that adds, which NDR InfiniBand is not"):
+        collective_time("all_reduce", GIB, topology("h100x8x8"), "sharp")
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UnknownName, match="all_reduce"):
         collective_time("allreduce", MIB, topology("h100"))

@@ -67,8 +67,7 @@ assert callable(load) and callable(quantize), (load, quantize)
 
 def test_policies_load_nothing_heavy() -> None:
     code = """
-from bitwright.training import operation_table
-from bitwright.training import POLICIES
+from bitwright.training import POLICIES, operation_table
 assert len(operation_table(POLICIES["nvfp4"])) > 20
 """
     assert heavy_after(code) == []

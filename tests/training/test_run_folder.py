@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
 from pathlib import Path
 
@@ -9,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from bitwright.cli.train_run import _facts
 from bitwright.errors import TrainingError
 from bitwright.training.checkpoints.random_state import seed_generators
 from bitwright.training.fine_tuning.config import parse_config
 from bitwright.training.fine_tuning.run_folder import open_run_folder
-from bitwright.training.fine_tuning.trainer import train
+from bitwright.training.fine_tuning.trainer import TrainingSummary, train
+from bitwright.training.fine_tuning.validation import ValidationLoss
 from bitwright.training.optimizer.optimizers import make_optimizer
 
 ASKED = {"policy": "bf16-mixed", "steps": 3}
@@ -61,3 +65,23 @@ def test_a_seed_is_of_all_generators() -> None:
         seed_generators(2**40 + 7)
         drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
     assert drawn[0] == drawn[1]
+
+
+def test_a_loss_that_is_nan_is_null_in_json() -> None:
+    facts = _facts(
+        TrainingSummary(
+            steps=1,
+            skipped=1,
+            policy="fp16-mixed",
+            reason="as asked for",
+            loss=math.nan,
+            validation=ValidationLoss(loss=math.nan, error=math.inf, num_tokens=3, num_rows=1),
+            tokens=3,
+            seconds=1.0,
+            model=Path("model"),
+            checkpoint=Path("checkpoint"),
+            notes=(),
+        )
+    )
+    text = json.dumps(facts, allow_nan=False)
+    assert json.loads(text)["validation"] == {"loss": None, "error": None, "tokens": 3}

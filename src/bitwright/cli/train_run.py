@@ -62,7 +62,7 @@ def train_run_command(
     if not _is_first_process():
         return
     if json:
-        write_json(json_format.dumps(_facts(summary), indent=2) + "\n")
+        write_json(json_format.dumps(_facts(summary), indent=2, allow_nan=False) + "\n")
     else:
         typer.echo("\n".join(say_summary(summary)))
 
@@ -200,12 +200,12 @@ def _facts(summary: TrainingSummary) -> dict[str, Any]:
         "skipped": summary.skipped,
         "policy": summary.policy,
         "reason": summary.reason,
-        "loss": None if math.isnan(summary.loss) else summary.loss,
+        "loss": _finite(summary.loss),
         "validation": None
         if found is None
         else {
-            "loss": found.loss,
-            "error": None if math.isnan(found.error) else found.error,
+            "loss": _finite(found.loss),
+            "error": _finite(found.error),
             "tokens": found.num_tokens,
         },
         "tokens": summary.tokens,
@@ -225,3 +225,8 @@ def _shown(path: Path) -> str:
 
 def _is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN and no Inf."""
+    return value if math.isfinite(value) else None

@@ -146,8 +146,7 @@ def _why_not(form: WireForm, topology: Topology) -> str | None:
     spanned = topology.spanned
     if form.one_level and len(spanned) > 1:
         return f"reaches across one level only, not {' and '.join(level.kind for level, _, _ in spanned)}"
-    if form.switch and spanned:
-        level = spanned[0 if form.switch == "innermost" else -1][0]
+    for level, _, _ in {"innermost": spanned[:1], "all": spanned}.get(form.switch, ()):
         if not level.switch_reduces:
             return f"needs a switch that adds, which {level.kind} is not"
     if form.several_levels and len(spanned) < 2:
@@ -190,8 +189,8 @@ _STAND_INS = {"tree": "ring", "nvls_tree": "tree", "sharp": "tree", "pairwise": 
 def _curve(form: WireForm, level: Level) -> tuple[Curve, bool]:
     """The curve of the algorithm, or of the nearest kin; and whether somebody measured it."""
     name: str | None = form.algorithm
-    if level.switch_reduces and level.medium == "nvlink" and name == "nvls_tree":
-        name = "nvls"
+    if form.switch and form.several_levels and level.medium == "nvlink":
+        name = "nvls"  # inside nodes
     while name is not None:
         found = level.curve(form.op, name)
         if found is not None:

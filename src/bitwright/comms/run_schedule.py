@@ -70,21 +70,22 @@ def _run_step(
 ) -> None:
     pending: list[tuple[dist.Work | None, Tensor]] = []
     arriving: list[tuple[Transfer, Tensor, int | None]] = []
-    for tag, item in enumerate(items):
+    # Receives first: what tells the sender that it may begin would otherwise queue behind this rank's own data, and the
+    # two directions would follow one another.
+    for index, item in enumerate(items):
         length = bounds[item.stop] - bounds[item.first]
-        own = buffer[bounds[item.first] : bounds[item.stop]]
-        if length == 0:
-            continue
         if item.source == item.destination:
-            arriving.append((item, own.clone(), None))
-        elif item.source == rank:
-            content = encode(own, wire)
-            peer = _global(item.destination, group)
-            pending.append((dist.isend(content, peer, group, _tag(items, tag)), content))
-        else:
+            arriving.append((item, buffer[bounds[item.first] : bounds[item.stop]].clone(), None))
+        elif item.destination == rank and length:
             content = torch.empty(wire.num_bytes(length), dtype=torch.uint8, device=buffer.device)
-            pending.append((dist.irecv(content, _global(item.source, group), group, _tag(items, tag)), content))
+            pending.append((dist.irecv(content, _global(item.source, group), group, _tag(items, index)), content))
             arriving.append((item, content, length))
+    for index, item in enumerate(items):
+        own = buffer[bounds[item.first] : bounds[item.stop]]
+        if item.source == rank != item.destination and own.numel():
+            content = encode(own, wire)
+            work = dist.isend(content, _global(item.destination, group), group, _tag(items, index))
+            pending.append((work, content))
     for work, _ in pending:
         if work is not None:
             work.wait()

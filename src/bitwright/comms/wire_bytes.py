@@ -8,7 +8,7 @@ full input of a reduce-scatter or all-to-all. n ranks; at a level k units, of g 
     tree all-reduce                  2·S/g, at k = 2 S/g up or down to two children; the busiest node, not the mean
     NVLS, multimem all-reduce        (1 + 1/n)·S         the switch adds and copies; one node only
     NVLS in nodes, tree between      (1 + 1/k)·S inside, as the tree above
-    SHARP all-reduce                 S/g                 switches between nodes add
+    SHARP all-reduce                 S/g                 switches between nodes add, and NVLS inside
     one-shot, two-shot all-reduce    (n−1)·S, 2(n−1)/n·S every rank reads all peers; one node only
     pairwise all-to-all              (N−g)/n · S         N ranks in one unit of the level above
     broadcast by a ring, P2P         S/g, S
@@ -69,7 +69,7 @@ class WireForm:
     several_levels: bool = False
     #: A library of collectives may choose it; kernels of serving engines have to be asked for.
     is_chosen: bool = True
-    #: Needs a switch that adds: at the innermost level, or at the outermost.
+    #: Needs a switch that adds: at the "innermost" level, or at "all" of them; "" needs none.
     switch: str = ""
 
 
@@ -103,11 +103,11 @@ _NATIVE: tuple[WireForm, ...] = (
     WireForm(
         op="all_reduce",
         algorithm="sharp",
-        per_byte=lambda p: _tree(p) if p.innermost else 1 / p.g,
+        per_byte=lambda p: _nvls(p) if p.innermost else 1 / p.g,
         steps="tree",
         phases=2,
         several_levels=True,
-        switch="outermost",
+        switch="all",
     ),
     WireForm(
         op="all_reduce",

@@ -14,8 +14,8 @@
     plan.candidates[0].layout, plan.candidates[0].time.parts         # predicted; `advice` says why, and what to change
 
 `efficiencies/` says what kernels reach on a device, `gemm_time` how long a product takes by its shape, `layer_time`
-a layer, `overlap` what hides behind what, `step_time` a step, `memory` what it takes, `serving_time` a token. Nothing
-here needs torch; everything is predicted.
+a layer, `overlap` what hides behind what, `step_time` a step, `memory` what it takes, `serving_time` a token. None of
+these needs torch; everything is predicted.
 """
 
 from __future__ import annotations

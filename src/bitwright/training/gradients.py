@@ -158,8 +158,9 @@ def _fast_norm(gradients: list[Tensor]) -> tuple[list[float], float]:
         return [], 0.0
     found: dict[int, Tensor] = {}
     for group in _alike(gradients):
-        found.update(zip(map(id, group), torch._foreach_norm(group, 2, dtype=torch.float32), strict=True))
-    stacked = torch.stack([found[id(gradient)].to(gradients[0].device) for gradient in gradients])
+        wide = torch.promote_types(group[0].dtype, torch.float32)
+        found.update(zip(map(id, group), torch._foreach_norm(group, 2, dtype=wide), strict=True))
+    stacked = torch.stack([found[id(gradient)].to(gradients[0].device, torch.float32) for gradient in gradients])
     total = torch.linalg.vector_norm(stacked, 2)
     *norms, total_norm = torch.cat([stacked, total.reshape(1)]).tolist()
     return norms, total_norm

@@ -115,6 +115,11 @@ def _raise_if_cast_since(named: Mapping[str, nn.Parameter], optimizer: torch.opt
 
 
 def _raise_if_not_steppable(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+        needs = "the loss again within a step" if isinstance(optimizer, torch.optim.LBFGS) else "sparse gradients"
+        raise TrainingError(
+            f"{type(optimizer).__name__} needs {needs}, which a run does not have; use another optimizer, such as AdamW"
+        )
     why = why_not_update(optimizer, UPDATES[policy.update], policy.moments)
     if why is not None:
         raise TrainingError(why)

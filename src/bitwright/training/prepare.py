@@ -41,7 +41,7 @@ from bitwright.training.processes.ranks import Ranks, unwrapped
 from bitwright.training.products.policy_layers import Assignment, PolicyLayers, install_layers
 from bitwright.training.products.sites import product_sites
 from bitwright.training.run import TrainingRun
-from bitwright.training.run_settings import Removable, RunSettings, Scheduler
+from bitwright.training.run_settings import Removable, RunSettings, Scheduler, raise_if_no_scheduler
 from bitwright.training.step import StepResult
 
 if TYPE_CHECKING:
@@ -111,6 +111,8 @@ def prepare(
     notes = [f"device: {facts.name} ({recognised})", *_say_emulated(asked.policy, facts, emulate)]
     _raise_if_no_autocast(asked.policy, place)
     raise_if_unfit(model, optimizer, asked.policy)
+    if scheduler is not None:
+        raise_if_no_scheduler(scheduler, optimizer)
     unheld = unheld_parameters(model, optimizer)
     if unheld:
         notes.append(
@@ -201,6 +203,10 @@ class _Asked:
 def _asked(policy: str | Policy | Path, facts: Device) -> _Asked:
     if isinstance(policy, Policy):
         return _Asked(policy=policy, reason="as given")
+    if not isinstance(policy, str | Path):
+        raise TrainingError(
+            f"policy is {policy!r}; give a name of `bitwright train policies`, a Policy, or a plan's Path"
+        )
     if policy == AUTO:
         chosen = choose_policy(facts)
         return _Asked(policy=chosen.policy, reason=chosen.reason)

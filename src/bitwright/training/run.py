@@ -89,6 +89,7 @@ class TrainingRun:
             self.scaler = LossScaler(self.policy.loss_scale)
         named = dict(unwrapped(self.model).named_parameters())
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        self._num_held = len(held)
         self._named = [(name, p) for name, p in named.items() if id(p) in held]
         is_sharded = any(hasattr(p, "to_local") for _, p in self._named)
         self._reduction = Reduction(sum=self.ranks.sum_of, max=self.ranks.max) if is_sharded else None
@@ -122,6 +123,13 @@ class TrainingRun:
     def _open(self, step: Step) -> None:
         if self._step is not None:
             raise TrainingError("a step was opened inside another one; end the first block before the second begins")
+        num_held = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if num_held != self._num_held:
+            raise TrainingError(
+                f"the optimizer held {self._num_held} parameters when the run was prepared, and holds {num_held}: of "
+                "those, gradients would be neither unscaled nor checked; call run.close(), prepare again, and give the "
+                "new run the state_dict of the old one"
+            )
         self._step = step
 
     def _close(self) -> None:
@@ -148,6 +156,8 @@ class TrainingRun:
         """Forget the gradients that are there."""
         self._losses.clear()
         self._settled = None
+        if self.products is not None:
+            self.products.restart_step()
         self.optimizer.zero_grad(set_to_none=True)
 
     # --- the end of a step ------------------------------------------------------------------------------------------

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import torch
 
 from bitwright.errors import TrainingError
 from bitwright.training.step import StepResult
@@ -61,13 +64,44 @@ class RunSettings:
     monitor: Callable[[StepResult], None] | None = None
 
     def __post_init__(self) -> None:
-        if self.accumulate < 1:
-            raise TrainingError(f"accumulate is {self.accumulate}; a step has at least one micro-batch: give 1 or more")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+        if not _is_count(self.accumulate):
             raise TrainingError(
-                f"max_grad_norm is {self.max_grad_norm}; give a positive number, or None to clip nothing"
+                f"accumulate is {self.accumulate!r}; a step has a whole number of micro-batches: give 1 or more"
             )
-        if self.patience < 1:
+        if self.max_grad_norm is not None and not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise TrainingError(
-                f"patience is {self.patience}; give the number of skipped steps in a row that end a run"
+                f"max_grad_norm is {self.max_grad_norm!r}; give a positive number, or None to clip nothing"
             )
+        if not _is_count(self.patience):
+            raise TrainingError(
+                f"patience is {self.patience!r}; give the number of skipped steps in a row that end a run"
+            )
+        if self.monitor is not None and not callable(self.monitor):
+            raise TrainingError(f"monitor is {self.monitor!r}; give a function that takes the result of a step")
+
+
+def raise_if_no_scheduler(scheduler: object, optimizer: torch.optim.Optimizer) -> None:
+    """Raise TrainingError for what a run cannot step after each of its updates."""
+    name = type(scheduler).__name__
+    if not callable(getattr(scheduler, "step", None)) or not callable(getattr(scheduler, "state_dict", None)):
+        raise TrainingError(
+            f"scheduler is {scheduler!r}; give one of torch.optim.lr_scheduler, made from the optimizer"
+        )
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise TrainingError(
+            f"scheduler is a {name}, which asks for a validation loss, and the run steps it after each update; leave "
+            "it out, and call its step(loss) yourself after each measurement"
+        )
+    # a wrapper around an optimizer shows the groups of the one inside
+    if getattr(scheduler, "optimizer", optimizer).param_groups is not optimizer.param_groups:
+        raise TrainingError(
+            f"the scheduler ({name}) moves the learning rate of another optimizer; make it from the one that is passed"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -132,6 +133,7 @@ def make_training_plan(
         request.text,
         loaded.tokenizer,
         sequence_length=request.sequence,
+        vocabulary_size=_num_ids(loaded.model),
         max_rows=request.batches * request.batch,
     )
     ids, labels = rows.input_ids.long(), rows.labels.long()
@@ -178,6 +180,11 @@ def make_training_plan(
     )
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return plan.attach(Run(created=created, timings={"plan": time.perf_counter() - started}))
+
+
+def _num_ids(model: Any) -> int:
+    """How many token ids the model's embedding has; a tokenizer may give more."""
+    return int(model.get_input_embeddings().num_embeddings)
 
 
 def policy_of_plan(plan: TrainingPlan) -> PlannedPolicy:

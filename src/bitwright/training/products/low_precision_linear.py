@@ -76,8 +76,12 @@ class InstalledProducts:
 
     def end_step(self) -> None:
         """End an optimizer step, updated or skipped: delayed scales and random draws move on."""
-        self._in_use.forget()
         self._operands.end_step()
+        self.restart_step()
+
+    def restart_step(self) -> None:
+        """Forget the backward passes of a step that was given up: what is drawn next is what its first one drew."""
+        self._in_use.forget()
         for layer in self._layers.values():
             layer.num_backward = 0
 

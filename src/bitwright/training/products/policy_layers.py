@@ -58,6 +58,11 @@ class PolicyLayers:
         for installed in self.installed:
             installed.end_step()
 
+    def restart_step(self) -> None:
+        """Forget the backward passes of a step that was given up."""
+        for installed in self.installed:
+            installed.restart_step()
+
     def counters(self) -> dict[tuple[str, str], LostNumbers]:
         """(layer, operand) → what rounding lost; empty unless counting was asked for."""
         return {key: lost for installed in self.installed for key, lost in installed.counters().items()}
