@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from machine import load_average, machine, now, why_not_quiet
 
 from bitwright.models.load import load
-from bitwright.training.low_precision_linear import InstalledProducts, install
 from bitwright.training.product_recipe import ProductRecipe
+from bitwright.training.products.low_precision_linear import InstalledProducts, install
 from bitwright.training.recipes import FP8_BLOCK, FP8_CURRENT, FP8_DELAYED, MXFP8, NVFP4
 
 RESULTS = Path(__file__).parents[1] / "results" / "training-products.json"

@@ -27,8 +27,8 @@ from small_runs import Setup, train
 from torch import Tensor
 
 from bitwright.quantize import TensorScheme, fake_quantize
+from bitwright.training.optimizer.stand_ins import make_update
 from bitwright.training.policy import Policy, policy_named
-from bitwright.training.stand_ins import make_update
 
 POLICIES = ("fp32", "bf16-mixed", "bf16-pure", "bf16-pure-sr", "bf16-pure-kahan")
 SEEDS = 3

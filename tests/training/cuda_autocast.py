@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_map
 
-from bitwright.training.autocast_lists import lists_of
+from bitwright.training.forward.autocast_lists import lists_of
 
 #: Function → the operator of ATen that it comes down to.
 _OPERATORS = {

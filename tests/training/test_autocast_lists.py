@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bitwright.training.autocast_lists import AUTOCAST_LISTS, lists_of
+from bitwright.training.forward.autocast_lists import AUTOCAST_LISTS, lists_of
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 

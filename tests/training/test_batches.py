@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from bitwright.errors import DataError
-from bitwright.training.batch_check import checked_batches, raise_if_unusable
-from bitwright.training.batches import Batches, order_of_epoch
-from bitwright.training.token_rows import IGNORED, TokenRows
+from bitwright.training.data.batch_check import checked_batches, raise_if_unusable
+from bitwright.training.data.batches import Batches, order_of_epoch
+from bitwright.training.data.token_rows import IGNORED, TokenRows
 
 
 def numbered_rows(num_rows: int, *, hash: str = "h", padded: bool = False) -> TokenRows:

@@ -12,8 +12,8 @@ from torch import nn
 
 from bitwright.training.gradients import clip, unscale_and_check
 from bitwright.training.loss_scale import TORCH_RULE, LossScaler, LossScaleRule
-from bitwright.training.stand_ins import Update
-from bitwright.training.update import UPDATES
+from bitwright.training.optimizer.stand_ins import Update
+from bitwright.training.optimizer.update import UPDATES
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.training.gradients import clip, unscale_and_check
-from bitwright.training.stand_ins import Update
-from bitwright.training.update import UPDATES
+from bitwright.training.optimizer.stand_ins import Update
+from bitwright.training.optimizer.update import UPDATES
 
 
 def parameter(gradient: Tensor) -> nn.Parameter:

@@ -14,8 +14,8 @@ from torch import nn
 
 from bitwright.errors import TrainingError
 from bitwright.training.gradients import clip, unscale_and_check
-from bitwright.training.stand_ins import Update
-from bitwright.training.update import UPDATES
+from bitwright.training.optimizer.stand_ins import Update
+from bitwright.training.optimizer.update import UPDATES
 
 
 def test_torch_in_fp16_is_nan_after_a_step() -> None:

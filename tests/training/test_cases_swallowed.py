@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from bitwright.training.stand_ins import Update
-from bitwright.training.swallowed import (
+from bitwright.training.optimizer.stand_ins import Update
+from bitwright.training.optimizer.swallowed import (
     Swallowed,
     count_swallowed,
     count_swallowed_average,
     count_swallowed_decay,
 )
-from bitwright.training.update import UPDATES
+from bitwright.training.optimizer.update import UPDATES
 
 
 def weights(num: int = 4000, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:

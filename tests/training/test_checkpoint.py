@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from tests.training.training_runs import new_run, random_rows, take_steps
+from training_runs import new_run, random_rows, take_steps
 
 from bitwright.errors import DataError, TrainingError
-from bitwright.training import checkpoint_files
-from bitwright.training.batches import Batches
-from bitwright.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from bitwright.training.checkpoints import checkpoint_files
+from bitwright.training.checkpoints.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from bitwright.training.checkpoints.state_tree import split_state
+from bitwright.training.data.batches import Batches
 from bitwright.training.policy import POLICIES
-from bitwright.training.ranks import Ranks
-from bitwright.training.state_tree import split_state
+from bitwright.training.processes.ranks import Ranks
 
 
 def bits(state: Any) -> tuple[Any, dict[str, bytes]]:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from tests.training.two_ranks import (
+from two_ranks import (
     GLOBAL_BATCH,
     SCENARIOS,
     SPOILED,
@@ -31,13 +31,13 @@ from tests.training.two_ranks import (
 )
 
 from bitwright.errors import TrainingError, UnknownName
-from bitwright.training.checkpoint import load_checkpoint
-from bitwright.training.config import parse_config
-from bitwright.training.distributed import PARALLEL, spread
-from bitwright.training.metrics_file import read_metrics
+from bitwright.training.checkpoints.checkpoint import load_checkpoint
+from bitwright.training.fine_tuning.config import parse_config
+from bitwright.training.fine_tuning.metrics_file import read_metrics
+from bitwright.training.fine_tuning.trainer import train
 from bitwright.training.prepare import prepare
-from bitwright.training.ranks import Ranks
-from bitwright.training.trainer import train
+from bitwright.training.processes.distributed import PARALLEL, spread
+from bitwright.training.processes.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 

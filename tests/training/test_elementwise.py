@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bitwright.training.elementwise import why_not_elementwise
+from bitwright.training.optimizer.elementwise import why_not_elementwise
 
 
 class Lion(torch.optim.Optimizer):

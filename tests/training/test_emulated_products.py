@@ -11,7 +11,7 @@ from torch import Tensor
 from bitwright.quantize import Scaling, TensorScheme, group
 from bitwright.quantize.granularity import ROW, TENSOR
 from bitwright.quantize.operand import Operand, quantize_operand
-from bitwright.training.emulated_products import EmulatedProducts
+from bitwright.training.products.emulated import EmulatedProducts
 
 PRODUCTS = EmulatedProducts()
 

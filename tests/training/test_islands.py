@@ -7,13 +7,13 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
-from tests.training.cuda_autocast import CudaAutocast
+from cuda_autocast import CudaAutocast
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from bitwright.training.islands import Islands, left_to_us
-from bitwright.training.operations import OPERATIONS, Operation, treat
+from bitwright.training.forward.islands import Islands, left_to_us
+from bitwright.training.forward.operations import OPERATIONS, Operation, treat
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 TOKENS = torch.arange(8) % 5

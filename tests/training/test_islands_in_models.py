@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training.cuda_autocast import CudaAutocast
+from cuda_autocast import CudaAutocast
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bitwright.training.islands import Islands
-from bitwright.training.named_islands import install
+from bitwright.training.forward.islands import Islands
+from bitwright.training.forward.named_islands import install
 from bitwright.training.policy import POLICIES
 from bitwright.training.prepare import prepare
 

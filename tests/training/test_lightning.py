@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training.training_runs import random_rows
+from training_runs import random_rows
 
 from bitwright.errors import TrainingError
-from bitwright.training.batches import Batches
+from bitwright.training.data.batches import Batches
 from bitwright.training.prepare import prepare
 
 pytest.importorskip("lightning")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bitwright.formats import FORMATS
-from bitwright.training.lost_numbers import LostNumbers, count_lost
+from bitwright.training.products.lost_numbers import LostNumbers, count_lost
 
 DTYPES = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 

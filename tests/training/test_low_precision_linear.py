@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from bitwright.errors import TrainingError
 from bitwright.quantize import Scaling, TensorScheme, fake_quantize
 from bitwright.quantize.granularity import ROW
-from bitwright.training.low_precision_linear import InstalledProducts, choose_products, install
 from bitwright.training.product_recipe import Delay, OperandRule, ProductRecipe
+from bitwright.training.products.low_precision_linear import InstalledProducts, choose_products, install
 from bitwright.training.recipes import FP8_BLOCK, FP8_CURRENT, FP8_DELAYED, MXFP8, NVFP4, fp8_hybrid
 
 _ROWS = OperandRule(scheme=TensorScheme(format="fp8_e4m3", scaling=Scaling(granularity=ROW, scale_format="fp32")))
@@ -98,7 +98,7 @@ def test_operands_are_rounded_along_what_is_summed(recipe: ProductRecipe, shape:
     def seen(matrix: Tensor, name: str) -> Tensor:
         rule = rules[name]
         if rule.rotation:
-            from bitwright.training.rotation import rotate
+            from bitwright.training.products.rotation import rotate
 
             matrix = rotate(matrix, rule.rotation).contiguous()
         seed = seeds[name] if rule.is_stochastic else None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bitwright import formats
-from bitwright.training.moments import find_scales, round_runs
+from bitwright.training.optimizer.moments import find_scales, round_runs
 
 
 def random_run(num: int, size: float, seed: int = 0) -> torch.Tensor:

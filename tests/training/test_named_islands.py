@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.errors import TrainingError
+from bitwright.training.forward.named_islands import find_islands, install, repair_tables
 from bitwright.training.held_parameters import cast_parameters
-from bitwright.training.named_islands import find_islands, install, repair_tables
 from bitwright.training.policy import POLICIES
 
 IDS = torch.arange(48).reshape(2, 24) % 256

@@ -11,10 +11,10 @@ from bitwright.formats.decode import value_table
 from bitwright.quantize import quantize
 from bitwright.quantize.matmuls.scaled_mm import from_tiles
 from bitwright.quantize.operand import scale_operand
-from bitwright.training.emulated_products import EmulatedProducts
-from bitwright.training.native_layouts import layout_of, why_not_native
-from bitwright.training.native_products import NativeOperand, NativeProducts, _scales
 from bitwright.training.product_recipe import OperandRule, ProductRecipe
+from bitwright.training.products.emulated import EmulatedProducts
+from bitwright.training.products.native import NativeOperand, NativeProducts, _scales
+from bitwright.training.products.native_layouts import layout_of, why_not_native
 from bitwright.training.recipes import FP8_BLOCK, FP8_CURRENT, FP8_DELAYED, MXFP8, NVFP4
 
 ADA, HOPPER, BLACKWELL = (8, 9), (9, 0), (10, 0)

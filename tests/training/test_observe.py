@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.errors import TrainingError
-from bitwright.training import observe as module
-from bitwright.training.observe import observe
+from bitwright.training.planning import observe as module
+from bitwright.training.planning.observe import observe
 from bitwright.training.recipes import FP8_BLOCK, FP8_CURRENT, NVFP4
 
 RECIPES = {"fp8": FP8_CURRENT, "block": FP8_BLOCK, "nvfp4": NVFP4}

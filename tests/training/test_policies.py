@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bitwright.errors import TrainingError, UnknownName
-from bitwright.training.operation_table import operation_table
+from bitwright.training.forward.operation_table import operation_table
 from bitwright.training.policy import POLICIES, KeptHigh, policy_named
 
 NAMES = {

@@ -12,7 +12,7 @@ from torch import nn
 
 from bitwright.training.policy import POLICIES
 from bitwright.training.prepare import prepare
-from bitwright.training.product_sites import product_sites
+from bitwright.training.products.sites import product_sites
 
 FP8 = POLICIES["fp8-hybrid"]
 

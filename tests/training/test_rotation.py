@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitwright.training.rotation import rotate
+from bitwright.training.products.rotation import rotate
 
 
 def gaussian(rows: int, columns: int, seed: int) -> torch.Tensor:

@@ -13,12 +13,12 @@ import torch
 
 from bitwright.cli.train_run import _facts
 from bitwright.errors import TrainingError
-from bitwright.training.config import parse_config
-from bitwright.training.optimizers import make_optimizer
-from bitwright.training.random_state import seed_generators
-from bitwright.training.run_folder import open_run_folder
-from bitwright.training.trainer import TrainingSummary, train
-from bitwright.training.validation import ValidationLoss
+from bitwright.training.checkpoints.random_state import seed_generators
+from bitwright.training.fine_tuning.config import parse_config
+from bitwright.training.fine_tuning.run_folder import open_run_folder
+from bitwright.training.fine_tuning.trainer import TrainingSummary, train
+from bitwright.training.fine_tuning.validation import ValidationLoss
+from bitwright.training.optimizer.optimizers import make_optimizer
 
 ASKED = {"policy": "bf16-mixed", "steps": 3}
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from bitwright.errors import TrainingError, UnknownName
-from bitwright.training.optimizers import make_optimizer, raise_if_unusable_optimizer
-from bitwright.training.schedules import make_schedule, schedule_factor
+from bitwright.training.fine_tuning.schedules import make_schedule, schedule_factor
+from bitwright.training.optimizer.optimizers import make_optimizer, raise_if_unusable_optimizer
 
 
 def factors(kind: str, steps: int, warmup_steps: int, final_share: float) -> list[float]:

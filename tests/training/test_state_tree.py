@@ -12,9 +12,9 @@ import safetensors.torch
 import torch
 
 from bitwright.errors import TrainingError
+from bitwright.training.checkpoints.state_tree import join_state, split_state
 from bitwright.training.policy import POLICIES
 from bitwright.training.record_facts import differences, plain_facts
-from bitwright.training.state_tree import join_state, split_state
 
 
 def there_and_back(state: Any, folder: Path) -> Any:

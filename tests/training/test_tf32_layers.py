@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from bitwright.training.forward_region import step_region
+from bitwright.training.forward.forward_region import step_region
+from bitwright.training.forward.tf32_layers import install_tf32
 from bitwright.training.prepare import prepare
-from bitwright.training.tf32_layers import install_tf32
 
 
 def to_tf32(x: Tensor) -> Tensor:

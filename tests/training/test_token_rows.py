@@ -10,7 +10,7 @@ import pytest
 
 from bitwright.errors import DataError, UnknownName
 from bitwright.search.documents import Document
-from bitwright.training.token_rows import IGNORED, make_token_rows, read_token_rows, share_out
+from bitwright.training.data.token_rows import IGNORED, make_token_rows, read_token_rows, share_out
 
 
 def spell(tokenizer: Any, ids: Any) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bitwright.errors import TrainingError
-from bitwright.training.config import parse_config, read_config
+from bitwright.training.fine_tuning.config import parse_config, read_config
 
 LEAST = """
 model = "demo"

@@ -16,15 +16,15 @@ from rich.console import Console
 from bitwright.cli import main
 from bitwright.cli.train_run import TrainingBar
 from bitwright.errors import BitwrightError, TrainingError
-from bitwright.training.batches import as_batch
-from bitwright.training.config import TrainConfig, parse_config
-from bitwright.training.loss_weights import loss_weights
-from bitwright.training.metrics_file import MetricsFile, read_metrics
-from bitwright.training.ranks import Ranks
-from bitwright.training.token_rows import IGNORED, TokenRows
-from bitwright.training.trainer import train
-from bitwright.training.training_progress import Unwatched
-from bitwright.training.validation import measure_validation_loss
+from bitwright.training.data.batches import as_batch
+from bitwright.training.data.loss_weights import loss_weights
+from bitwright.training.data.token_rows import IGNORED, TokenRows
+from bitwright.training.fine_tuning.config import TrainConfig, parse_config
+from bitwright.training.fine_tuning.metrics_file import MetricsFile, read_metrics
+from bitwright.training.fine_tuning.trainer import train
+from bitwright.training.fine_tuning.training_progress import Unwatched
+from bitwright.training.fine_tuning.validation import measure_validation_loss
+from bitwright.training.processes.ranks import Ranks
 
 
 class StoppedAt(Unwatched):

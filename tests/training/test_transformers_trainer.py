@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training.training_runs import random_rows, with_dropout
+from training_runs import random_rows, with_dropout
 
 from bitwright.errors import TrainingError
 from bitwright.training.prepare import prepare

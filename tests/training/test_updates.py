@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from bitwright import formats
 from bitwright.errors import TrainingError, UnknownName
-from bitwright.training.draws import Draws
-from bitwright.training.stand_ins import Update
-from bitwright.training.update import UPDATES
+from bitwright.training.optimizer.draws import Draws
+from bitwright.training.optimizer.stand_ins import Update
+from bitwright.training.optimizer.update import UPDATES
 
 NARROW_RULES = ("nearest", "stochastic", "kahan")
 

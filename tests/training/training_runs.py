@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from bitwright.training.batches import Batches
+from bitwright.training.data.batches import Batches
+from bitwright.training.data.token_rows import TokenRows
+from bitwright.training.fine_tuning.schedules import make_schedule
 from bitwright.training.prepare import prepare
 from bitwright.training.run import TrainingRun
-from bitwright.training.schedules import make_schedule
-from bitwright.training.token_rows import TokenRows
 
 VOCABULARY = 260
 

@@ -14,19 +14,19 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from tests.training.training_runs import random_rows
+from training_runs import random_rows
 
-from bitwright.training.batches import Batches
-from bitwright.training.checkpoint import load_checkpoint, save_checkpoint
-from bitwright.training.config import read_config
-from bitwright.training.distributed import spread, start, stop
+from bitwright.training.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from bitwright.training.checkpoints.state_tree import split_state
+from bitwright.training.data.batches import Batches
+from bitwright.training.fine_tuning.config import read_config
+from bitwright.training.fine_tuning.trainer import train
 from bitwright.training.held_parameters import cast_parameters
 from bitwright.training.policy import policy_named
 from bitwright.training.prepare import prepare
-from bitwright.training.ranks import Ranks, unwrapped
+from bitwright.training.processes.distributed import spread, start, stop
+from bitwright.training.processes.ranks import Ranks, unwrapped
 from bitwright.training.run import TrainingRun
-from bitwright.training.state_tree import split_state
-from bitwright.training.trainer import train
 
 STEPS, ACCUMULATE, GLOBAL_BATCH, SPOILED = 4, 2, 4, 2
 

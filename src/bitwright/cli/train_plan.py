@@ -65,7 +65,7 @@ def plan_command(
     raise_if_not_replaceable(folder)
     # Heavy (torch): after everything that can be refused without it.
     from bitwright.quantize.backends.cpu.announce import announcing
-    from bitwright.training.training_plan import PlanRequest, make_training_plan
+    from bitwright.training.planning.training_plan import PlanRequest, make_training_plan
 
     request = PlanRequest(
         device=device,

@@ -110,7 +110,7 @@ def _say_memory(parts: dict[str, float], total: float, optimizer: str) -> str:
 
 
 def _facts_of(name: str, hardware: str | None, optimizer: str, cpu: bool) -> dict[str, Any]:
-    from bitwright.training.operation_table import operation_table
+    from bitwright.training.forward.operation_table import operation_table
     from bitwright.training.policy import AUTO, policy_named
 
     facts: dict[str, Any] = {}

@@ -25,7 +25,7 @@ from bitwright.cli.output import write_json
 from bitwright.report.units import spell_count, spell_number, spell_seconds
 
 if TYPE_CHECKING:
-    from bitwright.training.trainer import TrainingSummary
+    from bitwright.training.fine_tuning.trainer import TrainingSummary
 
 #: Seconds between two lines where there is no terminal.
 _LINE_EVERY_S = 10.0
@@ -45,12 +45,12 @@ def train_run_command(
 
     Under torchrun every process runs this command; the first one tells how it goes.
     """
-    from bitwright.training.config import read_config
+    from bitwright.training.fine_tuning.config import read_config
 
     asked = read_config(config)
     # Heavy (torch): after everything that can be refused without it.
     from bitwright.quantize.backends.cpu.announce import announcing
-    from bitwright.training.trainer import train
+    from bitwright.training.fine_tuning.trainer import train
 
     with TrainingBar() as bar, announcing(bar.waiting):
         bar.say("reading the model and its text")
@@ -68,7 +68,7 @@ def train_run_command(
 
 
 class TrainingBar:
-    """Tells how a run goes, on stderr; a `Watcher` of `training/training_progress.py`."""
+    """Tells how a run goes, on stderr; a `Watcher` of `training/fine_tuning/training_progress.py`."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = Console(stderr=True, highlight=False) if console is None else console

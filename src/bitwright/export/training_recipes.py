@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bitwright.plan.training_plan import TrainingPlan
+from bitwright.training.planning.training_plan import PlannedPolicy
 from bitwright.training.product_recipe import OperandRule, ProductRecipe
-from bitwright.training.training_plan import PlannedPolicy
 
 #: (numbers under one scale, format of the scale) → class.
 _GROUPED = {

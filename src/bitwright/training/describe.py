@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from bitwright.training.forward_region import AUTOCAST_DTYPES
-from bitwright.training.ranks import unwrapped
+from bitwright.training.forward.forward_region import AUTOCAST_DTYPES
+from bitwright.training.processes.ranks import unwrapped
 
 if TYPE_CHECKING:
     from bitwright.training.run import TrainingRun

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bitwright.errors import TrainingError
-from bitwright.training.elementwise import why_not_elementwise
+from bitwright.training.forward.islands import NARROW_DTYPES
+from bitwright.training.forward.named_islands import is_router, island_parameters
 from bitwright.training.gradients import raise_if_scaled_elsewhere
-from bitwright.training.islands import NARROW_DTYPES
-from bitwright.training.named_islands import is_router, island_parameters
+from bitwright.training.optimizer.elementwise import why_not_elementwise
+from bitwright.training.optimizer.stand_ins import why_not_update
+from bitwright.training.optimizer.update import UPDATES
 from bitwright.training.policy import Policy
-from bitwright.training.ranks import unwrapped
-from bitwright.training.stand_ins import why_not_update
-from bitwright.training.update import UPDATES
+from bitwright.training.processes.ranks import unwrapped
 
 #: What parameters and moments can be, as torch calls it.
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,7 +47,7 @@ def raise_if_unfit(model: nn.Module, optimizer: torch.optim.Optimizer, policy: P
         raise TrainingError(
             f"policy '{policy.name}' trains {policy.parameters} parameters and adds their gradients up in "
             f"{policy.gradients}, and DistributedDataParallel exchanges gradients in {policy.parameters}; spread the "
-            "model by bitwright.training.distributed.spread, after cast_parameters"
+            "model by bitwright.training.processes.distributed.spread, after cast_parameters"
         )
     _raise_if_no_masters(named, policy)
     _raise_if_other_parameters(model, named, optimizer)

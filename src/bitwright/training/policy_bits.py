@@ -21,10 +21,10 @@ from bitwright.errors import TrainingError
 from bitwright.hardware.memory import MOMENTS, ActivationSetup, StateBits
 from bitwright.hardware.memory.training import AdapterSetup
 from bitwright.quantize.catalogs import SCHEMES
-from bitwright.training.pieces import BATCH_ELEMENTS
+from bitwright.training.optimizer.pieces import BATCH_ELEMENTS
+from bitwright.training.optimizer.update import UPDATES
 from bitwright.training.policy import Policy
 from bitwright.training.product_recipe import OperandRule, ProductRecipe
-from bitwright.training.update import UPDATES
 
 Masters = Literal["in model", "in optimizer"]
 #: tf32 is how products read fp32 numbers, which stay in their 32 bits.
@@ -110,8 +110,8 @@ def _operand_bits(rule: OperandRule) -> float:
 def update_scratch(policy: Policy, *, optimizer: str = "adamw") -> tuple[float, int | None]:
     """Return what an update holds beside its states: bits per element, and how many elements at a time (None: all).
 
-    Parameters narrower than fp32 are stepped on as fp32 stand-ins, a bounded number at a time (`pieces.py`): the
-    stand-in and its rounded copy, and moments widened where they are narrower.
+    Parameters narrower than fp32 are stepped on as fp32 stand-ins, a bounded number at a time
+    (`optimizer/pieces.py`): the stand-in and its rounded copy, and moments widened where they are narrower.
     """
     if stored_bits(policy.parameters) >= 32:
         return 0.0, None

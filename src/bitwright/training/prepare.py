@@ -28,24 +28,24 @@ from bitwright.errors import TrainingError
 from bitwright.hardware import Device
 from bitwright.plan.folder import PLAN_FILE
 from bitwright.plan.training_folder import load_training_plan
-from bitwright.training import named_islands
 from bitwright.training.choose import Chosen, choose_policy, device_at, raise_if_not_native, why_not
-from bitwright.training.forward_region import AUTOCAST_DTYPES
+from bitwright.training.forward import named_islands
+from bitwright.training.forward.forward_region import AUTOCAST_DTYPES
+from bitwright.training.forward.tf32_layers import install_tf32
 from bitwright.training.gradient_storage import keep_gradients_fp32
 from bitwright.training.held_parameters import cast_parameters, raise_if_unfit, unheld_parameters
+from bitwright.training.optimizer.stand_ins import Update
+from bitwright.training.optimizer.update import UPDATES
 from bitwright.training.policy import AUTO, Policy, policy_named
-from bitwright.training.policy_layers import Assignment, PolicyLayers, install_layers
-from bitwright.training.product_sites import product_sites
-from bitwright.training.ranks import Ranks, unwrapped
+from bitwright.training.processes.ranks import Ranks, unwrapped
+from bitwright.training.products.policy_layers import Assignment, PolicyLayers, install_layers
+from bitwright.training.products.sites import product_sites
 from bitwright.training.run import TrainingRun
 from bitwright.training.run_settings import Removable, RunSettings, Scheduler, raise_if_no_scheduler
-from bitwright.training.stand_ins import Update
 from bitwright.training.step import StepResult
-from bitwright.training.tf32_layers import install_tf32
-from bitwright.training.update import UPDATES
 
 if TYPE_CHECKING:
-    from bitwright.training.training_plan import PlannedPolicy
+    from bitwright.training.planning.training_plan import PlannedPolicy
 
 #: Skipped steps in a row that end a run, unless asked otherwise. A loss scale of 2³² is at its floor after 32.
 PATIENCE = 200
@@ -211,7 +211,7 @@ def _asked(policy: str | Policy | Path, facts: Device) -> _Asked:
         chosen = choose_policy(facts)
         return _Asked(policy=chosen.policy, reason=chosen.reason)
     if isinstance(policy, Path) or (Path(policy) / PLAN_FILE).is_file():
-        from bitwright.training.training_plan import policy_of_plan
+        from bitwright.training.planning.training_plan import policy_of_plan
 
         planned = policy_of_plan(load_training_plan(policy))
         return _Asked(policy=planned.policy, reason=f"the plan '{policy}': {planned.reason}", planned=planned)

@@ -27,16 +27,16 @@ from torch import Tensor, nn
 from bitwright.errors import TrainingError
 from bitwright.training import gradients
 from bitwright.training.describe import describe_run
+from bitwright.training.forward.named_islands import NamedIsland
 from bitwright.training.gradients import GradientCheck, Reduction
 from bitwright.training.loss_scale import LossScaler
-from bitwright.training.named_islands import NamedIsland
+from bitwright.training.optimizer.stand_ins import Update
+from bitwright.training.optimizer.swallowed import Swallowed
 from bitwright.training.policy import Policy
-from bitwright.training.policy_layers import PolicyLayers
-from bitwright.training.ranks import Ranks, unwrapped
+from bitwright.training.processes.ranks import Ranks, unwrapped
+from bitwright.training.products.policy_layers import PolicyLayers
 from bitwright.training.run_settings import Removable, RunCounters, RunSettings, Scheduler
-from bitwright.training.stand_ins import Update
 from bitwright.training.step import Step, StepResult, as_fp32
-from bitwright.training.swallowed import Swallowed
 
 _LOG = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class TrainingRun:
     def _announce_micro_batch(self) -> None:
         """Before a forward pass: only the last micro-batch of a step exchanges gradients between ranks."""
         if self.ranks.world_size > 1 and self.accumulate > 1:
-            from bitwright.training.distributed import exchange_gradients
+            from bitwright.training.processes.distributed import exchange_gradients
 
             exchange_gradients(self.model, self.pending + 1 >= self.accumulate)
 

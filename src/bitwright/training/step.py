@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bitwright.errors import TrainingError
-from bitwright.training.forward_region import autocast_region, step_region
+from bitwright.training.forward.forward_region import autocast_region, step_region
 
 if TYPE_CHECKING:
     from bitwright.training.gradients import GradientCheck

@@ -22,8 +22,8 @@ import re
 from bitwright.export.training_recipes import engine_recipe, kept_high, main_recipe, other_recipes
 from bitwright.export.training_target import Written
 from bitwright.plan.training_plan import TrainingPlan
+from bitwright.training.planning.training_plan import PlannedPolicy
 from bitwright.training.product_recipe import ProductRecipe
-from bitwright.training.training_plan import PlannedPolicy
 
 _FILE = "torchtitan.toml"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bitwright.errors import TrainingError
+from bitwright.training.checkpoints.run_state import run_state, set_run_state
 from bitwright.training.held_parameters import cast_parameters
 from bitwright.training.integrations.loop_driver import LoopDriver
 from bitwright.training.policy import Policy
 from bitwright.training.prepare import find_policy, prepare
 from bitwright.training.run import TrainingRun
-from bitwright.training.run_state import run_state, set_run_state
 
 
 class PolicyPrecision(Precision):  # type: ignore[misc]

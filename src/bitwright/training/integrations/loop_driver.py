@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from bitwright.training.forward_region import forward_region, step_region
+from bitwright.training.forward.forward_region import forward_region, step_region
 from bitwright.training.gradients import GradientCheck
 from bitwright.training.run import TrainingRun
 from bitwright.training.step import Step, StepResult, as_fp32

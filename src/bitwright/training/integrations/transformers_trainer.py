@@ -30,14 +30,14 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from bitwright.errors import TrainingError
+from bitwright.training.checkpoints.run_state import load_run_state, save_run_state
 from bitwright.training.held_parameters import cast_parameters
 from bitwright.training.integrations.loop_driver import LoopDriver
-from bitwright.training.moment_store import load_exactly
+from bitwright.training.optimizer.moment_store import load_exactly
 from bitwright.training.policy import Policy
 from bitwright.training.prepare import find_policy, prepare
-from bitwright.training.ranks import Ranks
+from bitwright.training.processes.ranks import Ranks
 from bitwright.training.run import TrainingRun
-from bitwright.training.run_state import load_run_state, save_run_state
 
 #: Stem of the files beside the Trainer's own in a checkpoint.
 STATE_NAME = "bitwright"

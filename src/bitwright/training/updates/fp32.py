@@ -3,7 +3,7 @@
 With fp32 moments a step is `optimizer.step()` and nothing else, whatever the optimizer is.
 """
 
-from bitwright.training.update import UpdateRule
+from bitwright.training.optimizer.update import UpdateRule
 
 UPDATES = (
     UpdateRule(

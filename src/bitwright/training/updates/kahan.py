@@ -9,7 +9,7 @@ optimi adds the update to c, then c to p, all in bf16, and computes the update f
 sum is rounded, and nearer to fp32 where one is.
 """
 
-from bitwright.training.update import UpdateRule
+from bitwright.training.optimizer.update import UpdateRule
 
 UPDATES = (
     UpdateRule(

@@ -5,7 +5,7 @@ bf16 does not decay. It is what a fused optimizer makes of a bf16 model. Torch's
 operation, and lose more.
 """
 
-from bitwright.training.update import UpdateRule
+from bitwright.training.optimizer.update import UpdateRule
 
 UPDATES = (
     UpdateRule(

@@ -2,10 +2,10 @@
 
 An update of a tenth of a step is taken every tenth time: the expected weight is the fp32 result, and the error of many
 steps grows as the square root of their number. No memory beside the parameters. Random bits come from Philox under a
-seed of the step (`draws.py`), so that a resumed run draws what the uninterrupted one does.
+seed of the step (`optimizer/draws.py`), so that a resumed run draws what the uninterrupted one does.
 """
 
-from bitwright.training.update import UpdateRule
+from bitwright.training.optimizer.update import UpdateRule
 
 UPDATES = (
     UpdateRule(

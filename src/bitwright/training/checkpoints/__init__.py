@@ -1,0 +1,1 @@
+"""A training run on disk, such that going on gives the same bits."""

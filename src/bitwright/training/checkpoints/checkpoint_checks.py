@@ -1,0 +1,87 @@
+"""What a checkpoint is compared in before it changes anything: the policy, the processes, the model, the optimizer.
+
+Each function raises TrainingError with what was saved, what is there, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitwright.errors import TrainingError
+from bitwright.training.checkpoints.state_tree import Shard
+from bitwright.training.processes.ranks import Ranks
+from bitwright.training.record_facts import differences
+
+#: Fields of a policy that change nothing in a step.
+_WORDS = frozenset({"description", "source", "aliases", "preference", "reason"})
+
+
+def raise_if_other_policy(place: str | Path, there: Any, here: Any) -> None:
+    """Raise TrainingError, with what differs, unless the facts of two policies agree in all that a step depends on."""
+    differing = differences(there, here, ignored=_WORDS)
+    if differing:
+        fields = "; ".join(f"{field} was {was}, is {now}" for field, was, now in differing)
+        raise TrainingError(
+            f"'{place}' was saved under policy '{there['name']}', and this run's is '{here['name']}' ({fields}); "
+            f"prepare the run with policy '{there['name']}', or begin a new one from the weights in model.safetensors"
+        )
+
+
+def raise_if_size_matters(place: Path, facts: Mapping[str, Any], ranks: Ranks, allowed: bool) -> None:
+    """Refuse another number of processes, unless that is allowed and each holds the whole model."""
+    before = f"'{place}' was saved by {facts['world_size']} processes, and there are {ranks.world_size} now"
+    if facts["is_sharded"]:
+        raise TrainingError(
+            f"{before}, but each file holds one process's pieces of the model; start {facts['world_size']} of them"
+        )
+    if not allowed:
+        raise TrainingError(
+            f"{before}; start {facts['world_size']} (torchrun --nproc-per-node {facts['world_size']}) to get the same "
+            "bits as without a stop, or allow another number (allow_other_world_size), after which only random numbers "
+            "and the size of a batch over all processes differ"
+        )
+
+
+def raise_if_spread_otherwise(place: Path, was_sharded: bool, model: torch.nn.Module) -> None:
+    """Refuse pieces for a model that is whole, and a whole model for one that lies in pieces."""
+    if was_sharded != is_sharded(model):
+        ways = ("whole on every process (ddp)", "in pieces (fsdp2)")
+        before, now = ways[was_sharded], ways[not was_sharded]
+        raise TrainingError(
+            f"'{place}' was saved from a model that lay {before}, and this one lies {now}; spread it as before"
+        )
+
+
+def raise_if_other_model(place: Path, saved: Mapping[str, Any], model: torch.nn.Module) -> None:
+    """Refuse weights of other names or shapes, naming the first that differs."""
+    here = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    there = {name: list(value.shape) for name, value in saved.items() if isinstance(value, Tensor | Shard)}
+    differing = differences(there, here)
+    if differing:
+        name, was, now = differing[0]
+        more = f" (and {len(differing) - 1} more tensors)" if len(differing) > 1 else ""
+        raise TrainingError(
+            f"'{place}' is of another model: the shape of '{name}' was {was} and is {now}{more}; build the model that "
+            "the run began with"
+        )
+
+
+def raise_if_other_optimizer(place: Path, saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse moments for other groups of parameters."""
+    there = [len(group["params"]) for group in saved["param_groups"]]
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    if there != here:
+        raise TrainingError(
+            f"'{place}' has an optimizer with {there} parameters in its groups, and this run's has {here}; build the "
+            "optimizer that the run began with"
+        )
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether the parameters of a model lie in pieces on many ranks."""
+    return any(hasattr(parameter, "to_local") for parameter in model.parameters())

@@ -1,0 +1,105 @@
+"""The files of a checkpoint: a pair for each state, tensors as safetensors and the rest as JSON; and states of models
+and optimizers, put back exactly.
+
+Pieces of a model that lies on many ranks (`state_tree.Shard`) go where the pieces of the model at hand lie.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from bitwright.errors import TrainingError
+from bitwright.plan.whole_folder import write_and_sync
+from bitwright.training.checkpoints.state_tree import Shard, join_state, split_state
+
+
+def write_parts(place: Path, parts: Mapping[str, Any]) -> tuple[dict[str, int], str | None]:
+    """Write states; return the size of each file, and what went wrong."""
+    sizes: dict[str, int] = {}
+    try:
+        for name, state in parts.items():
+            tree, tensors = split_state(state)
+            write_and_sync(place / f"{name}.json", to_json(tree))
+            safetensors.torch.save_file(tensors, place / f"{name}.safetensors")
+            _sync(place / f"{name}.safetensors")
+            sizes |= {file: (place / file).stat().st_size for file in (f"{name}.json", f"{name}.safetensors")}
+    except OSError as error:
+        space = "; free some space" if error.errno == errno.ENOSPC else ""
+        return sizes, f"{error.strerror or error}{space}"
+    except SafetensorError as error:  # how it tells a full disk
+        return sizes, str(error)
+    return sizes, None
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def to_json(value: Any) -> bytes:
+    """One line of JSON. ValueError where a float is not finite."""
+    return (json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
+
+
+def read_part(place: Path, name: str) -> Any:
+    """Return the state that `write_parts` wrote under a name. TrainingError where its files are damaged."""
+    try:
+        tree = json.loads((place / f"{name}.json").read_text(encoding="utf-8"))
+        return join_state(tree, safetensors.torch.load_file(place / f"{name}.safetensors"))
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise TrainingError(
+            f"'{place / name}' cannot be read ({error}), so the checkpoint is damaged; go back to an earlier one"
+        ) from error
+
+
+def load_model(model: torch.nn.Module, saved: Mapping[str, Any]) -> None:
+    """Copy saved parameters and buffers into a model that has the same names and shapes."""
+    pieces = {name: value for name, value in saved.items() if isinstance(value, Shard)}
+    if not pieces:
+        model.load_state_dict(saved)
+        return
+    here = model.state_dict()
+    with torch.no_grad():
+        for name, value in saved.items():
+            if isinstance(value, Shard):
+                here[name].to_local().copy_(value.local)
+            elif isinstance(value, Tensor):
+                here[name].copy_(value)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Restore groups and moments; in which dtypes is the business of who steps it (`moment_store.load_exactly`)."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    by_number = dict(zip(numbers, parameters, strict=True))
+    moments = {
+        number: {name: _on(value, by_number[number]) for name, value in kept.items()}
+        for number, kept in saved["state"].items()
+    }
+    optimizer.load_state_dict({**saved, "state": moments})
+
+
+def _on(value: Any, parameter: Tensor) -> Any:
+    """A piece of a larger tensor laid out as its parameter is; everything else as it is."""
+    if not isinstance(value, Shard):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        value.local.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        shape=torch.Size(value.shape),
+        stride=parameter.stride(),
+    )

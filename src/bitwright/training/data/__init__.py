@@ -1,0 +1,1 @@
+"""Text as rows and batches, checked, in an order that one number says."""

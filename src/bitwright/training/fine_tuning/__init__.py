@@ -1,0 +1,1 @@
+"""Fine-tuning from one configuration file: `bitwright train CONFIG.toml`."""

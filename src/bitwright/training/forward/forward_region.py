@@ -1,0 +1,66 @@
+"""The region that a forward pass runs in: autocast, islands, and how products of fp32 are computed.
+
+    fp32          nothing is cast; GPUs are told to multiply fp32 as fp32 (convolutions would take tf32 by default)
+    tf32          nothing is cast; GPUs may read 10 fraction bits
+    fp16, bf16    torch.autocast in that dtype, and the islands that it leaves out
+
+Autocast covers the forward pass only: a backward pass computes in the dtypes that the forward pass has chosen, and
+under autocast would cast its own sums. How fp32 is multiplied holds for both. So do islands, which act where autocast
+is on: activation checkpointing computes a forward pass again in the middle of a backward pass, under autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from bitwright.training.forward.islands import Islands
+
+#: Formats that autocast casts to.
+AUTOCAST_DTYPES: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
+#: Formats that are fp32 in memory → what torch calls the products.
+_FP32_PRODUCTS: Mapping[str, str] = {"fp32": "ieee", "tf32": "tf32"}
+
+
+def forward_region(compute: str, device_type: str) -> AbstractContextManager[object]:
+    """A forward pass under a policy's compute format; for whoever has no backward pass, such as an evaluation.
+
+    Args:
+        compute: "fp32", "tf32", "fp16" or "bf16".
+        device_type: kind of device that the model is on, as torch calls it.
+    """
+    stack = ExitStack()
+    stack.enter_context(step_region(compute, device_type))
+    stack.enter_context(autocast_region(compute, device_type))
+    return stack
+
+
+def autocast_region(compute: str, device_type: str) -> AbstractContextManager[object]:
+    """Autocast in a policy's compute format; nothing under formats that are fp32 in memory."""
+    dtype = AUTOCAST_DTYPES.get(compute)
+    return nullcontext() if dtype is None else torch.autocast(device_type, dtype)
+
+
+@contextmanager
+def step_region(compute: str, device_type: str) -> Iterator[None]:
+    """What surrounds forward and backward passes alike: islands, and how GPUs multiply fp32."""
+    with ExitStack() as stack:
+        precision = _FP32_PRODUCTS.get(compute)
+        if precision is not None and device_type == "cuda":
+            stack.enter_context(_set_products(precision))
+        if compute in AUTOCAST_DTYPES:
+            stack.enter_context(Islands(compute, device_type))
+        yield
+
+
+@contextmanager
+def _set_products(precision: str) -> Iterator[None]:
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
+    with ExitStack() as stack:
+        for backend in backends:
+            stack.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
+            backend.fp32_precision = precision
+        yield

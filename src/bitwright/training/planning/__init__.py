@@ -1,0 +1,1 @@
+"""A training plan from one short run that was looked at."""

@@ -1,0 +1,1 @@
+"""Linear layers whose three products are of codes: recipes, operands, kernels."""
