@@ -34,10 +34,12 @@ from bitwright.comms.schedule_cost import schedule_time
 HERE = Path(__file__).parent
 RESULT = HERE.parent / "results" / "network.json"
 MIB = 1 << 20
-NUM_SEGMENTS = 4
+#: Pieces of the tree's pipeline: several where bytes decide, one where steps do.
+NUM_SEGMENTS, NUM_SEGMENTS_DELAYED = 4, 1
 #: Sizes of messages that levels are fitted to: smaller ones pass within what a bucket holds, as if there were no limit.
 MESSAGES = (1 << 10, MIB, 2 * MIB, 4 * MIB)
-CROSSINGS = (("tree", "ring"), ("tree", "hierarchical"), ("ring", "hierarchical"))
+#: (better for small messages, better for large ones).
+CROSSINGS = (("tree", "ring"), ("tree", "hierarchical"), ("recursive_doubling", "ring"), ("two_shot", "hierarchical"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,13 +56,17 @@ class Compared:
         return self.predicted_s / self.measured_s - 1
 
 
+def segments_of(cluster: Cluster) -> int:
+    return NUM_SEGMENTS_DELAYED if cluster.delay_s else NUM_SEGMENTS
+
+
 def jobs_of(cluster: Cluster, sizes: Sequence[int], repeats: int) -> dict[str, Any]:
     """What the ranks are told to do."""
     pairs = [(0, 1)] if cluster.ranks_per_node > 1 else []
     pairs += [(0, cluster.ranks_per_node)] if cluster.num_nodes > 1 else []
     return {
         "ranks_per_node": cluster.ranks_per_node,
-        "num_segments": NUM_SEGMENTS,
+        "num_segments": segments_of(cluster),
         "repeats": repeats,
         "messages": [
             {"source": source, "destination": destination, "num_bytes": size}
@@ -132,7 +138,7 @@ def predicted(cluster: Cluster, model: Topology, algorithm: str, num_bytes: int)
         algorithm,
         cluster.num_ranks,
         ranks_per_node=cluster.ranks_per_node,
-        num_segments=NUM_SEGMENTS,
+        num_segments=segments_of(cluster),
     )
     return schedule_time(made, num_bytes, model).time_s
 
