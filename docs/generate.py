@@ -536,6 +536,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "torchao": measured.torchao_table,
     "peers": partial(measured.peers_table, "demo"),
     "peers, dithered": partial(measured.peers_table, "demo-dithered"),
+    "peers, encoder": partial(measured.peers_table, "demo-encoder"),
+    "peers, second architecture": partial(measured.peers_table, "small-qwen2"),
 }
 _TABLE = re.compile(r"(<!-- table: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
