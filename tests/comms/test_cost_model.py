@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bitwright.comms import algorithms, collective_time, topology
@@ -111,6 +113,9 @@ def test_curves_of_an_unknown_machine_are_found_from_times_alone() -> None:
     curve = found.topology.levels[0].curves[0]
     assert found.mean_absolute_error < 0.02
     assert curve.ceiling_gb_per_s == pytest.approx(2.5, rel=0.05)
+    # What was measured is what runs there, where no library's own choice is known.
+    bare = replace(found.topology, compute_capability=None)
+    assert collective_time("all_reduce", MIB, bare).algorithm == "ring"
     with pytest.raises(CommsError, match="2 sizes"):
         fit_curves(topology("a100x4"), rows[:2])
     with pytest.raises(CommsError, match="no measured time"):

@@ -124,8 +124,8 @@ def _choose(op: str, size: float, topology: Topology, algorithm: str | None) -> 
         _raise_if_unknown(f"algorithm of {op}", algorithm, tuple(forms))
         why_not = _why_not(forms[algorithm], topology)
         if why_not is not None:
-            usable = ", ".join(algorithms(op, topology))
-            raise CommsError(f"algorithm '{algorithm}' {why_not} on {topology.spelled}; use one of {usable}")
+            able = ", ".join(algorithms(op, topology))
+            raise CommsError(f"algorithm '{algorithm}' {why_not} on {topology.spelled}; use one of {able}")
         protocol = next((item.protocol for item in ranked if item.algorithm == algorithm), "")
         return forms[algorithm], protocol, f"{algorithm} was asked for"
     for first in ranked:
@@ -134,11 +134,14 @@ def _choose(op: str, size: float, topology: Topology, algorithm: str | None) -> 
             beside = f", {others[0].algorithm} {1e6 * others[0].time_s:.0f} µs" if others else ""
             reason = f"NCCL's model takes the least: {first.algorithm}/{first.protocol} {1e6 * first.time_s:.0f} µs"
             return forms[first.algorithm], first.protocol, reason + beside
-    candidates = [form for form in forms.values() if _why_not(form, topology) is None and form.is_chosen]
+    usable = [form for form in forms.values() if _why_not(form, topology) is None and form.is_chosen]
+    # Where somebody measured some, the others are not there, as far as one knows.
+    measured = [form for form in usable if all(level.curve(op, form.algorithm) for level, _, _ in topology.spanned)]
+    candidates = measured or usable
     times = {form.algorithm: _timed(form, size, topology, "", "", 0.0).time_s for form in candidates}
     best = min(candidates, key=lambda form: times[form.algorithm])
     if len(candidates) == 1:
-        return best, "", f"the only algorithm of {op} here"
+        return best, "", f"the only algorithm of {op} that is known here"
     return best, "", "the least predicted time of " + ", ".join(f"{n} {1e6 * t:.0f} µs" for n, t in times.items())
 
 
