@@ -29,6 +29,7 @@ from bitwright.hardware import Device
 from bitwright.plan.folder import PLAN_FILE
 from bitwright.plan.training_folder import load_training_plan
 from bitwright.training.choose import Chosen, choose_policy, device_at, raise_if_not_native, why_not
+from bitwright.training.custody import Custody, raise_if_under_a_run
 from bitwright.training.forward import named_islands
 from bitwright.training.forward.forward_region import AUTOCAST_DTYPES
 from bitwright.training.forward.tf32_layers import install_tf32
@@ -110,6 +111,7 @@ def prepare(
     asked = _asked(policy, facts)
     notes = [f"device: {facts.name} ({recognised})", *_say_emulated(asked.policy, facts, emulate)]
     _raise_if_no_autocast(asked.policy, place)
+    raise_if_under_a_run(model, optimizer)
     raise_if_unfit(model, optimizer, asked.policy)
     if scheduler is not None:
         raise_if_no_scheduler(scheduler, optimizer)
@@ -138,7 +140,8 @@ def prepare(
         update = Update(
             optimizer, UPDATES[asked.policy.update], moments=asked.policy.moments, seed=seed, counts=count_swallowed
         )
-    optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
+        custody = Custody(model, optimizer)
     return TrainingRun(
         model=model,
         optimizer=optimizer,
@@ -149,10 +152,11 @@ def prepare(
         scheduler=scheduler,
         device_type=place.type,
         ranks=ranks,
+        custody=custody,
         update=update,
         products=products,
         islands=islands,
-        changes=tuple(changes),
+        changes=(custody, *changes),
     )
 
 

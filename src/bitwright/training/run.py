@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from bitwright.errors import TrainingError
 from bitwright.training import gradients
+from bitwright.training.custody import Custody
 from bitwright.training.describe import describe_run
 from bitwright.training.forward.named_islands import NamedIsland
 from bitwright.training.gradients import GradientCheck, Reduction
@@ -68,6 +69,8 @@ class TrainingRun:
     scheduler: Scheduler | None
     device_type: str
     ranks: Ranks
+    #: Its hold on both.
+    custody: Custody
     #: Steps the optimizer, and stores what it gives.
     update: Update
     #: Linear layers that multiply codes; None without them.
@@ -121,6 +124,8 @@ class TrainingRun:
         return None if self.scaler is None else self.scaler.scale
 
     def _open(self, step: Step) -> None:
+        if not self.custody.is_open:
+            raise TrainingError("the run is closed; a step needs a run of its own: prepare the model again")
         if self._step is not None:
             raise TrainingError("a step was opened inside another one; end the first block before the second begins")
         num_held = sum(len(group["params"]) for group in self.optimizer.param_groups)
@@ -143,7 +148,13 @@ class TrainingRun:
             exchange_gradients(self.model, self.pending + 1 >= self.accumulate)
 
     def _differentiate(self, loss: Tensor) -> None:
+        if self.pending and all(parameter.grad is None for _, parameter in self._named):
+            raise TrainingError(
+                f"the gradients of {self.pending} of {self.accumulate} micro-batches are gone; leave zero_grad out: "
+                "the run clears gradients after each update"
+            )
         self._losses.append(loss.detach())
+        self.custody.has_gradients = True
         loss = as_fp32(loss)
         if self.accumulate > 1:
             loss = loss / self.accumulate
@@ -158,6 +169,7 @@ class TrainingRun:
         self._settled = None
         if self.products is not None:
             self.products.restart_step()
+        self.custody.has_gradients = False
         self.optimizer.zero_grad(set_to_none=True)
 
     # --- the end of a step ------------------------------------------------------------------------------------------
@@ -168,6 +180,7 @@ class TrainingRun:
             return self._settled
         scale = self.scale
         check = gradients.unscale_and_check(self._named, scale or 1.0, reduction=self._reduction)
+        _raise_if_nothing_to_update(check, len(self._losses))
         losses = torch.stack([loss.reshape(()) for loss in self._losses]).tolist()
         skipped = self._why_skip(check, losses)
         if skipped is None and self.settings.max_grad_norm is not None:
@@ -179,7 +192,8 @@ class TrainingRun:
     def _finish(self) -> StepResult:
         settled = self._settle()
         if settled.skipped is None:
-            self.update.step()
+            with self.custody.updating():
+                self.update.step()
             if self.scheduler is not None:
                 self.scheduler.step()
         result = StepResult(
@@ -192,6 +206,7 @@ class TrainingRun:
         )
         self.last = result
         self._count(result)
+        self.custody.has_gradients = False
         if self.settings.monitor is not None:
             self.settings.monitor(result)
         self._drop()
@@ -297,3 +312,12 @@ class TrainingRun:
             "scheduler": self.scheduler,
         }
         return ((name, part) for name, part in named.items() if part is not None)
+
+
+def _raise_if_nothing_to_update(check: GradientCheck, num_losses: int) -> None:
+    if check.num_gradients == 0:
+        raise TrainingError(
+            f"{num_losses} losses were differentiated, and no parameter that the optimizer holds has a gradient: they "
+            "were cleared (leave zero_grad out: the run clears them after each update), or no loss depends on those "
+            "parameters (make the optimizer from all that are trained)"
+        )

@@ -131,6 +131,9 @@ class Step:
                 )
             elif run.is_complete:
                 self.result = run._finish()
+        except BaseException:
+            run._drop()
+            raise
         finally:
             run._close()
 
