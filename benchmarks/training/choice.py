@@ -9,8 +9,9 @@ Twenty runs a policy, five seeds of each of
     llama            a small Llama
     llama, hot       the same at ten times the learning rate, without warm-up
 
-A run has failed if its loss ended as NaN, if it was given up, or if its validation loss is more than 5 % above that of
-fp32 on the same weights and text. Told of each policy besides:
+A run has failed if its loss ended as NaN, if it was given up, or if its validation loss is more than 10 % above that of
+fp32 on the same weights and text: at ten times the learning rate, runs that differ in the last bit alone come out up to
+4 % apart. Told of each policy besides:
 
     memory      bytes per parameter with AdamW: weights, gradients, moments, and copies that products read
                 (`hardware/memory`; predicted)
@@ -55,7 +56,7 @@ SETUPS = {
 PLAIN = ("gpt2", "llama")
 SEEDS = 5
 #: A run has failed above so many times the loss of fp32.
-FAILED_ABOVE = 1.05
+FAILED_ABOVE = 1.1
 DEVICES = ("v100-sxm2", "a100-sxm", "h100-sxm", "mi300x", "b200")
 
 
