@@ -18,10 +18,13 @@ from training_runs import new_run, random_rows, take_steps
 
 from bitwright.errors import DataError, TrainingError
 from bitwright.training.checkpoints import checkpoint_files
-from bitwright.training.checkpoints.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from bitwright.training.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from bitwright.training.checkpoints.checkpoint_facts import CHECKPOINT_FILE, latest_checkpoint, write_checkpoint_facts
+from bitwright.training.checkpoints.run_state import load_run_state, save_run_state
 from bitwright.training.checkpoints.state_tree import split_state
 from bitwright.training.data.batches import Batches
 from bitwright.training.policy import POLICIES
+from bitwright.training.prepare import prepare
 from bitwright.training.processes.ranks import Ranks
 
 
@@ -39,6 +42,14 @@ def everything(run: Any, batches: Batches) -> list[Any]:
         batches.state_dict(),
         torch.get_rng_state().tolist(),
     ]
+
+
+def say(saved: Path, **changes: Any) -> None:
+    """Let a checkpoint say something else of itself, as if it had been saved so."""
+    file = saved / CHECKPOINT_FILE
+    facts = json.loads(file.read_text())
+    file.unlink()
+    write_checkpoint_facts(saved, {name: value for name, value in facts.items() if name != "sha256"} | changes)
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
@@ -130,14 +141,13 @@ def test_another_model_optimizer_and_data_are_told(make_tiny_model: Callable[...
 def test_another_number_of_processes_is_told(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     run = new_run(make_tiny_model, "fp32")
     saved = save_checkpoint(tmp_path / "saved", run, step=7)
-    facts = json.loads((saved / "checkpoint.json").read_text())
-    (saved / "checkpoint.json").write_text(json.dumps(facts | {"world_size": 4}))
+    say(saved, world_size=4)
     with pytest.raises(TrainingError, match=r"saved by 4 processes, and there are 1 now; start 4 \(torchrun"):
         load_checkpoint(saved, run)
     resumed = load_checkpoint(saved, run, allow_other_world_size=True)
     assert resumed.step == 7
     assert "saved by 4 processes, gone on by 1" in resumed.notes[0]
-    (saved / "checkpoint.json").write_text(json.dumps(facts | {"world_size": 4, "is_sharded": True}))
+    say(saved, world_size=4, is_sharded=True)
     with pytest.raises(TrainingError, match="each file holds one process's pieces of the model; start 4 of them"):
         load_checkpoint(saved, run, allow_other_world_size=True)
 
@@ -145,8 +155,7 @@ def test_another_number_of_processes_is_told(make_tiny_model: Callable[..., Any]
 def test_another_way_to_spread_is_told(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     run = new_run(make_tiny_model, "fp32")
     saved = save_checkpoint(tmp_path / "saved", run, step=7)
-    facts = json.loads((saved / "checkpoint.json").read_text())
-    (saved / "checkpoint.json").write_text(json.dumps(facts | {"is_sharded": True}))
+    say(saved, is_sharded=True)
     with pytest.raises(
         TrainingError, match=r"that lay in pieces \(fsdp2\), and this one lies whole .*spread it as before"
     ):
@@ -202,11 +211,104 @@ def test_damage_is_told(make_tiny_model: Callable[..., Any], tmp_path: Path) -> 
     with pytest.raises(TrainingError, match=r"model.safetensors' is missing, so the checkpoint is damaged"):
         load_checkpoint(saved, run)
     weights.write_bytes(b"x" * len(content))
-    with pytest.raises(TrainingError, match="model' cannot be read"):
+    with pytest.raises(TrainingError, match=r"model\.safetensors' has other bytes than were written"):
         load_checkpoint(saved, run)
     (saved / "checkpoint.json").write_text("{")
     with pytest.raises(TrainingError, match=r"checkpoint.json' is damaged"):
         load_checkpoint(saved, run)
+
+
+def test_a_flipped_byte_anywhere_is_refused_and_nothing_has_changed(
+    make_tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    run, data = new_run(make_tiny_model, "fp8-hybrid"), Batches(random_rows(), batch=2)
+    take_steps(run, data, 2)
+    earlier = save_checkpoint(tmp_path / "step-1", run, step=1, data=data)
+    saved = save_checkpoint(tmp_path / "step-2", run, step=2, data=data)
+    take_steps(run, data, 1)
+    before = everything(run, data)
+    files = sorted(saved.iterdir())
+    assert len(files) == 9
+    for file in files:
+        content = file.read_bytes()
+        for place in {0, 9, len(content) // 3, len(content) // 2, len(content) - 1}:
+            spoiled = bytearray(content)
+            spoiled[place] ^= 1
+            file.write_bytes(spoiled)
+            with pytest.raises(TrainingError) as caught:
+                load_checkpoint(saved, run, data=data)
+            assert f"'{file}' " in str(caught.value), (file, place)
+            assert f"--from {earlier}" in str(caught.value), (file, place)
+        file.write_bytes(content)
+    assert everything(run, data) == before
+    assert load_checkpoint(saved, run, data=data).step == 2
+
+
+def test_other_data_or_products_leave_everything_as_it_is(
+    make_tiny_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, data = new_run(make_tiny_model, "fp16-mixed"), Batches(random_rows(), batch=2)
+    take_steps(run, data, 1)
+    saved = save_checkpoint(tmp_path / "saved", run, step=1, data=data)
+    take_steps(run, data, 1)
+    run.scaler.update(True)
+    before = everything(run, data)
+    with pytest.raises(DataError):
+        load_checkpoint(saved, run, data=Batches(random_rows(25), batch=2))
+    assert everything(run, data) == before
+
+    def refuse(*_: Any) -> None:  # the last part of the run's own state
+        monkeypatch.undo()
+        raise TrainingError("of another schedule")
+
+    monkeypatch.setattr(type(run.scheduler), "load_state_dict", refuse)
+    with pytest.raises(TrainingError, match="of another schedule"):
+        load_checkpoint(saved, run, data=data)
+    assert everything(run, data) == before
+
+
+def test_another_class_of_optimizer_or_scheduler_is_told(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run = new_run(make_tiny_model, "fp32")
+    saved = save_checkpoint(tmp_path / "saved", run, step=0)
+    model = make_tiny_model("llama").requires_grad_(True).train()
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+    for schedule, message in (
+        (
+            torch.optim.lr_scheduler.LambdaLR(optimizer, float),
+            "with optimizer AdamW, and this run has optimizer RMSprop",
+        ),
+        (None, "with optimizer AdamW, and this run has optimizer RMSprop"),
+    ):
+        with pytest.raises(TrainingError, match=message):
+            load_checkpoint(saved, prepare(model, optimizer, policy="fp32", scheduler=schedule))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for schedule, name in (
+        (torch.optim.lr_scheduler.StepLR(optimizer, 3), "scheduler StepLR"),
+        (None, "no scheduler"),
+    ):
+        with pytest.raises(TrainingError, match=f"with scheduler LambdaLR, and this run has {name}; make the run"):
+            load_checkpoint(saved, prepare(model, optimizer, policy="fp32", scheduler=schedule))
+
+
+def test_what_is_kept_beside_another_librarys_checkpoint_is_checked_too(
+    make_tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    run = new_run(make_tiny_model, "fp8-hybrid")
+    save_run_state(tmp_path, "policy", run)
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["policy.json", "policy.safetensors", "policy.sha256.json"]
+    for file in files:
+        content = file.read_bytes()
+        spoiled = bytearray(content)
+        spoiled[len(content) // 2] ^= 1
+        file.write_bytes(spoiled)
+        with pytest.raises(TrainingError, match="damaged"):
+            load_run_state(tmp_path, "policy", run)
+        file.write_bytes(content)
+    load_run_state(tmp_path, "policy", run)
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1.0)
+    with pytest.raises(TrainingError, match="with optimizer AdamW, and this run has optimizer SGD"):
+        load_run_state(tmp_path, "policy", run)
 
 
 def test_the_latest_is_that_with_most_steps(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
@@ -216,3 +318,6 @@ def test_the_latest_is_that_with_most_steps(make_tiny_model: Callable[..., Any],
         save_checkpoint(tmp_path / f"step-{step}", run, step=step, ranks=Ranks())
     shutil.copytree(tmp_path / "step-10", tmp_path / ".step-11.tmp")
     assert latest_checkpoint(tmp_path) == tmp_path / "step-10"
+    (tmp_path / "step-10" / CHECKPOINT_FILE).write_text("{")  # nobody knows how many steps it has
+    with pytest.raises(TrainingError, match=r"step-10/checkpoint.json' is damaged .*--from .*step-9\)"):
+        latest_checkpoint(tmp_path)

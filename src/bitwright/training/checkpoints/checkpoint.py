@@ -1,6 +1,6 @@
 """A training run on disk, such that going on from it gives the same bits as never having stopped.
 
-    FOLDER/checkpoint.json           what it is: policy, step, number of processes, versions, size of every file
+    FOLDER/checkpoint.json           what it is: policy, step, number of processes, versions, sha256 of every file
     FOLDER/model.safetensors         the model's parameters and buffers, under their own names
     FOLDER/optimizer.*, run.*        moments and step counters; loss scale, amax histories, compensation, counters
     FOLDER/rank-0.*                  what each process has of its own: generators, position in the data
@@ -9,8 +9,8 @@ A state is a pair of files, tensors as safetensors and the rest as JSON (`checkp
 folder is assembled beside its place, flushed and renamed, so it is there whole or not at all. Where parameters lie in
 pieces on many ranks (FSDP2), each rank writes its pieces of everything, `model.rank-0.safetensors` and so on.
 
-Everything is compared before anything is changed: the policy field by field, names and shapes of the model, groups of
-the optimizer, the data.
+Everything is read and compared before anything is changed: the bytes of every file, the policy field by field, names
+and shapes of the model, class and groups of the optimizer, the data. Of many processes all load, or none.
 
 Rejected: torch.distributed.checkpoint. It can lay pieces out anew for another number of ranks, but is pickled metadata
 and a folder that can be half there.
@@ -18,9 +18,9 @@ and a folder that can be half there.
 
 from __future__ import annotations
 
-import json
+import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,22 +29,26 @@ from typing import Any, Protocol
 import torch
 
 from bitwright.errors import TrainingError
-from bitwright.plan.whole_folder import assembled_folder, write_and_sync
+from bitwright.plan.whole_folder import assembled_folder
 from bitwright.training.checkpoints.checkpoint_checks import (
+    class_name,
     is_sharded,
+    raise_if_other_class,
     raise_if_other_model,
     raise_if_other_optimizer,
     raise_if_other_policy,
     raise_if_size_matters,
     raise_if_spread_otherwise,
 )
-from bitwright.training.checkpoints.checkpoint_files import load_model, load_optimizer, read_part, to_json, write_parts
+from bitwright.training.checkpoints.checkpoint_facts import (
+    CHECKPOINT_FILE,
+    read_checkpoint_facts,
+    write_checkpoint_facts,
+)
+from bitwright.training.checkpoints.checkpoint_files import load_model, load_optimizer, read_part, write_parts
 from bitwright.training.checkpoints.random_state import read_random_state, set_random_state
 from bitwright.training.processes.ranks import Ranks, unwrapped
 from bitwright.training.record_facts import plain_facts
-
-CHECKPOINT_FILE = "checkpoint.json"
-SCHEMA_VERSION = 1
 
 
 class Resumable(Protocol):
@@ -58,6 +62,12 @@ class Resumable(Protocol):
 
     @property
     def policy(self) -> Any: ...
+
+    @property
+    def scheduler(self) -> Any: ...
+
+    @property
+    def pending(self) -> int: ...
 
     def state_dict(self) -> dict[str, Any]:
         """Everything else that the next step depends on."""
@@ -119,9 +129,10 @@ def save_checkpoint(
     parts = {f"{name}.rank-{ranks.rank}" if in_pieces else name: state for name, state in states.items()}
     written = {f"rank-{ranks.rank}": own, **(parts if in_pieces or ranks.is_first else {})}
     facts = {
-        "schema_version": SCHEMA_VERSION,
         "step": step,
         "policy": plain_facts(run.policy),
+        "optimizer": class_name(run.optimizer),
+        "scheduler": class_name(run.scheduler),
         "world_size": ranks.world_size,
         "is_sharded": in_pieces,
         "extra": dict(extra or {}),
@@ -161,29 +172,14 @@ def load_checkpoint(
         DataError: it is one of other data.
     """
     ranks = Ranks.of_process_group() if ranks is None else ranks
-    place = Path(folder)
-    facts = read_checkpoint_facts(place)
-    raise_if_other_policy(place, facts["policy"], plain_facts(run.policy))
-    same_size = facts["world_size"] == ranks.world_size
-    if not same_size:
-        raise_if_size_matters(place, facts, ranks, allow_other_world_size)
-    suffix = f".rank-{ranks.rank}" if facts["is_sharded"] else ""
-    model = unwrapped(run.model)
-    raise_if_spread_otherwise(place, facts["is_sharded"], model)
-    weights, optimizer, state = (read_part(place, f"{name}{suffix}") for name in ("model", "optimizer", "run"))
-    own = read_part(place, f"rank-{ranks.rank if same_size else 0}")
-    raise_if_other_model(place, weights, model)
-    raise_if_other_optimizer(place, optimizer, run.optimizer)
-    if data is not None:
-        if own["data"] is None:
-            raise TrainingError(f"'{place}' was saved without a position in its data; pass none, or begin anew")
-        data.load_state_dict(own["data"])
-    run.load_state_dict(state)
-    load_model(model, weights)
-    load_optimizer(run.optimizer, optimizer)
-    set_random_state(own["random"])
+    found = _agreed(lambda: _read(Path(folder), run, data, ranks, allow_other_world_size), ranks)
+    _set_small_states(run, found, data)
+    load_model(unwrapped(run.model), found.weights)
+    load_optimizer(run.optimizer, found.optimizer)
+    set_random_state(found.own["random"])
+    facts = found.facts
     notes: tuple[str, ...] = ()
-    if not same_size:
+    if facts["world_size"] != ranks.world_size:
         torch.manual_seed((torch.initial_seed() + ranks.rank) % 2**63)
         notes = (
             f"saved by {facts['world_size']} processes, gone on by {ranks.world_size}: weights, moments, scales and "
@@ -192,40 +188,67 @@ def load_checkpoint(
     return Resumed(step=facts["step"], extra=facts["extra"], notes=notes)
 
 
-def read_checkpoint_facts(folder: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's `checkpoint.json`, its files being there in their whole size.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Read:
+    """A checkpoint that fits the run at hand."""
 
-    Raises:
-        TrainingError: it is missing, damaged, or of a later release.
-    """
-    file = folder / CHECKPOINT_FILE
+    facts: dict[str, Any]
+    weights: Any
+    optimizer: Any
+    state: Any
+    own: Any
+
+
+def _read(place: Path, run: Resumable, data: Positioned | None, ranks: Ranks, allow_other_world_size: bool) -> _Read:
+    """Read a checkpoint and compare it with the run; changes nothing."""
+    facts = read_checkpoint_facts(place)
+    raise_if_other_policy(place, facts["policy"], plain_facts(run.policy))
+    raise_if_other_class(place, "optimizer", facts["optimizer"], run.optimizer)
+    raise_if_other_class(place, "scheduler", facts["scheduler"], run.scheduler)
+    same_size = facts["world_size"] == ranks.world_size
+    if not same_size:
+        raise_if_size_matters(place, facts, ranks, allow_other_world_size)
+    model, files = unwrapped(run.model), facts["files"]
+    raise_if_spread_otherwise(place, facts["is_sharded"], model)
+    suffix = f".rank-{ranks.rank}" if facts["is_sharded"] else ""
+    weights, optimizer, state = (read_part(place, f"{name}{suffix}", files) for name in ("model", "optimizer", "run"))
+    own = read_part(place, f"rank-{ranks.rank if same_size else 0}", files)
+    raise_if_other_model(place, weights, model)
+    raise_if_other_optimizer(place, optimizer, run.optimizer)
+    if data is not None and own["data"] is None:
+        raise TrainingError(f"'{place}' was saved without a position in its data; pass none, or begin anew")
+    return _Read(facts=facts, weights=weights, optimizer=optimizer, state=state, own=own)
+
+
+def _agreed(read: Callable[[], _Read], ranks: Ranks) -> _Read:
+    """What was read, once every rank has read its own; else the same refusal on all of them."""
+    found: _Read | None = None
+    failure: TrainingError | None = None
     try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TrainingError(
-            f"there is no checkpoint at '{folder}' ({error.strerror}); give a folder that holds {CHECKPOINT_FILE}"
-        ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise TrainingError(f"'{file}' is damaged ({error}); go back to an earlier checkpoint") from error
-    if not isinstance(facts, dict) or facts.get("schema_version") != SCHEMA_VERSION:
-        found = facts.get("schema_version") if isinstance(facts, dict) else None
-        raise TrainingError(
-            f"'{file}' has schema version {found}, and this bitwright reads {SCHEMA_VERSION}; use the release that "
-            "wrote it"
-        )
-    for name, size in facts["files"].items():
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
-            raise TrainingError(f"'{path}' {state}, so the checkpoint is damaged; go back to an earlier one")
-    return facts
+        found = read()
+    except TrainingError as error:
+        failure = error
+    failures = [answer for answer in ranks.gather(failure) if answer is not None]
+    if failures:
+        raise failures[0] if failure is None else failure
+    assert found is not None
+    return found
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint with the most steps among the folders in `folder`; None: there is none."""
-    found = [file.parent for file in folder.glob(f"*/{CHECKPOINT_FILE}") if not file.parent.name.startswith(".")]
-    return max(found, key=lambda place: read_checkpoint_facts(place)["step"], default=None)
+def _set_small_states(run: Resumable, found: _Read, data: Positioned | None) -> None:
+    """Set the run and the position in the data, or, where one of them refuses, neither."""
+    before = None if run.pending else copy.deepcopy(run.state_dict())
+    position = None if data is None else data.state_dict()
+    try:
+        if data is not None:
+            data.load_state_dict(found.own["data"])
+        run.load_state_dict(found.state)
+    except BaseException:
+        if data is not None and position is not None:
+            data.load_state_dict(position)
+        if before is not None:
+            run.load_state_dict(before)
+        raise
 
 
 def _raise_if_not_replaceable(target: Path) -> None:
@@ -244,8 +267,8 @@ def _write_together(target: Path, written: Mapping[str, Any], facts: dict[str, A
             if why is not None:
                 raise TrainingError(f"could not write the checkpoint '{target}': {why}; the one before it stands")
         if assembled is not None:
-            facts["files"] = {name: size for found, _ in answers for name, size in found.items()}
-            write_and_sync(place / CHECKPOINT_FILE, to_json(facts))
+            facts["files"] = {name: about for found, _ in answers for name, about in found.items()}
+            write_checkpoint_facts(place, facts)
 
 
 def _assembled(target: Path, ranks: Ranks) -> AbstractContextManager[Path | None]:

@@ -71,6 +71,25 @@ def raise_if_other_model(place: Path, saved: Mapping[str, Any], model: torch.nn.
         )
 
 
+def class_name(thing: Any) -> str | None:
+    """What a checkpoint calls an optimizer or a scheduler; None of none."""
+    return None if thing is None else type(thing).__qualname__
+
+
+def raise_if_other_class(place: str | Path, what: str, saved: str | None, here: Any) -> None:
+    """Refuse the state of another kind of optimizer or scheduler: its numbers mean something else."""
+    now = class_name(here)
+    if saved != now:
+        raise TrainingError(
+            f"'{place}' was saved with {_spell_class(what, saved)}, and this run has {_spell_class(what, now)}; make "
+            "the run with what it began with, or begin a new one from the weights in model.safetensors"
+        )
+
+
+def _spell_class(what: str, name: str | None) -> str:
+    return f"no {what}" if name is None else f"{what} {name}"
+
+
 def raise_if_other_optimizer(place: Path, saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Refuse moments for other groups of parameters."""
     there = [len(group["params"]) for group in saved["param_groups"]]

@@ -18,27 +18,27 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from bitwright.errors import TrainingError
 from bitwright.plan.whole_folder import write_and_sync
+from bitwright.training.checkpoints.checkpoint_facts import damaged, facts_of_file, raise_if_changed, to_json
 from bitwright.training.checkpoints.state_tree import Shard, join_state, split_state
 
 
-def write_parts(place: Path, parts: Mapping[str, Any]) -> tuple[dict[str, int], str | None]:
-    """Write states; return the size of each file, and what went wrong."""
-    sizes: dict[str, int] = {}
+def write_parts(place: Path, parts: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], str | None]:
+    """Write states; return size and sha256 of each file, and what went wrong."""
+    written: dict[str, dict[str, Any]] = {}
     try:
         for name, state in parts.items():
             tree, tensors = split_state(state)
             write_and_sync(place / f"{name}.json", to_json(tree))
             safetensors.torch.save_file(tensors, place / f"{name}.safetensors")
             _sync(place / f"{name}.safetensors")
-            sizes |= {file: (place / file).stat().st_size for file in (f"{name}.json", f"{name}.safetensors")}
+            written |= {file: facts_of_file(place / file) for file in files_of(name)}
     except OSError as error:
         space = "; free some space" if error.errno == errno.ENOSPC else ""
-        return sizes, f"{error.strerror or error}{space}"
+        return written, f"{error.strerror or error}{space}"
     except SafetensorError as error:  # how it tells a full disk
-        return sizes, str(error)
-    return sizes, None
+        return written, str(error)
+    return written, None
 
 
 def _sync(path: Path) -> None:
@@ -46,20 +46,28 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def to_json(value: Any) -> bytes:
-    """One line of JSON. ValueError where a float is not finite."""
-    return (json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
+def files_of(name: str) -> tuple[str, str]:
+    """The files of a state."""
+    return f"{name}.json", f"{name}.safetensors"
 
 
-def read_part(place: Path, name: str) -> Any:
-    """Return the state that `write_parts` wrote under a name. TrainingError where its files are damaged."""
+def read_part(place: Path, name: str, files: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Return the state that `write_parts` wrote under a name.
+
+    Args:
+        place: the folder.
+        name: of the state.
+        files: what `write_parts` returned of its files; their bytes are compared before they are read.
+
+    Raises:
+        TrainingError: a file is missing, or has other bytes than were written.
+    """
+    raise_if_changed(place, files, files_of(name))
     try:
         tree = json.loads((place / f"{name}.json").read_text(encoding="utf-8"))
         return join_state(tree, safetensors.torch.load_file(place / f"{name}.safetensors"))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise TrainingError(
-            f"'{place / name}' cannot be read ({error}), so the checkpoint is damaged; go back to an earlier one"
-        ) from error
+        raise damaged(place, f"'{place / name}' cannot be read ({error})") from error
 
 
 def load_model(model: torch.nn.Module, saved: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bitwright.errors import TrainingError
-from bitwright.training.checkpoints.checkpoint import latest_checkpoint, read_checkpoint_facts
+from bitwright.training.checkpoints.checkpoint_facts import latest_checkpoint, read_checkpoint_facts
 from bitwright.training.record_facts import differences
 
 CONFIG_FILE = "config.json"
