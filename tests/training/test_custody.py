@@ -1,4 +1,4 @@
-"""While a run has a model and an optimizer, nobody else steps, clears or prepares them; and afterwards everybody may."""
+"""While a run has a model and an optimizer nobody else steps, clears or prepares them; afterwards everybody may."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ inside is meant, which all of them call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from bitwright.errors import TrainingError
+from bitwright.training.gradients import GradientCheck
 
 #: Modules with trained parameters, and optimizers, of runs that are open.
 _MODULES: WeakSet[nn.Module] = WeakSet()
@@ -38,6 +39,31 @@ def raise_if_under_a_run(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
         raise TrainingError(
             f"{what} is under a run already, prepared before; use that run, or call run.close() on it before the next "
             "prepare"
+        )
+
+
+def raise_if_gradients_are_gone(named: Iterable[tuple[str, nn.Parameter]], pending: int, accumulate: int) -> None:
+    """Raise TrainingError if, of a step that has begun, no gradient is there.
+
+    Args:
+        named: parameters that the optimizer holds.
+        pending: micro-batches that were differentiated.
+        accumulate: those that make a step.
+    """
+    if all(parameter.grad is None for _, parameter in named):
+        raise TrainingError(
+            f"the gradients of {pending} of {accumulate} micro-batches are gone; leave zero_grad out: the run clears "
+            "gradients after each update"
+        )
+
+
+def raise_if_nothing_to_update(check: GradientCheck, num_losses: int) -> None:
+    """Raise TrainingError for a complete step without a gradient."""
+    if check.num_gradients == 0:
+        raise TrainingError(
+            f"{num_losses} losses were differentiated, and no parameter that the optimizer holds has a gradient: they "
+            "were cleared (leave zero_grad out: the run clears them after each update), or no loss depends on those "
+            "parameters (make the optimizer from all that are trained)"
         )
 
 

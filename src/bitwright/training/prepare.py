@@ -37,6 +37,7 @@ from bitwright.training.gradient_storage import keep_gradients_fp32
 from bitwright.training.held_parameters import cast_parameters, raise_if_unfit, unheld_parameters
 from bitwright.training.optimizer.stand_ins import Update
 from bitwright.training.optimizer.update import UPDATES
+from bitwright.training.parameter_watch import say_unheld
 from bitwright.training.policy import AUTO, Policy, policy_named
 from bitwright.training.processes.ranks import Ranks, unwrapped
 from bitwright.training.products.policy_layers import Assignment, PolicyLayers, install_layers
@@ -117,9 +118,7 @@ def prepare(
         raise_if_no_scheduler(scheduler, optimizer)
     unheld = unheld_parameters(model, optimizer)
     if unheld:
-        notes.append(
-            f"{len(unheld)} trained parameters are in no group of the optimizer and stay as they are, {unheld[0]} first"
-        )
+        notes.append(say_unheld(unheld))
     inner, ranks = unwrapped(model), Ranks.of_process_group()
     with _undone_on_error() as changes:
         islands: tuple[named_islands.NamedIsland, ...] = ()

@@ -26,15 +26,16 @@ from torch import Tensor, nn
 
 from bitwright.errors import TrainingError
 from bitwright.training import gradients
-from bitwright.training.custody import Custody
+from bitwright.training.custody import Custody, raise_if_gradients_are_gone, raise_if_nothing_to_update
 from bitwright.training.describe import describe_run
 from bitwright.training.forward.named_islands import NamedIsland
 from bitwright.training.gradients import GradientCheck, Reduction
 from bitwright.training.loss_scale import LossScaler
 from bitwright.training.optimizer.stand_ins import Update
 from bitwright.training.optimizer.swallowed import Swallowed
+from bitwright.training.parameter_watch import ParameterWatch
 from bitwright.training.policy import Policy
-from bitwright.training.processes.ranks import Ranks, unwrapped
+from bitwright.training.processes.ranks import Ranks
 from bitwright.training.products.policy_layers import PolicyLayers
 from bitwright.training.run_settings import Removable, RunCounters, RunSettings, Scheduler
 from bitwright.training.step import Step, StepResult, as_fp32
@@ -90,12 +91,9 @@ class TrainingRun:
     def __post_init__(self) -> None:
         if self.policy.loss_scale is not None:
             self.scaler = LossScaler(self.policy.loss_scale)
-        named = dict(unwrapped(self.model).named_parameters())
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        self._num_held = len(held)
-        self._named = [(name, p) for name, p in named.items() if id(p) in held]
-        is_sharded = any(hasattr(p, "to_local") for _, p in self._named)
-        self._reduction = Reduction(sum=self.ranks.sum_of, max=self.ranks.max) if is_sharded else None
+        self._watch = ParameterWatch(self.model, self.optimizer)
+        self._named = self._watch.held
+        self._reduction = Reduction(sum=self.ranks.sum_of, max=self.ranks.max) if self._watch.is_sharded else None
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -128,13 +126,7 @@ class TrainingRun:
             raise TrainingError("the run is closed; a step needs a run of its own: prepare the model again")
         if self._step is not None:
             raise TrainingError("a step was opened inside another one; end the first block before the second begins")
-        num_held = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        if num_held != self._num_held:
-            raise TrainingError(
-                f"the optimizer held {self._num_held} parameters when the run was prepared, and holds {num_held}: of "
-                "those, gradients would be neither unscaled nor checked; call run.close(), prepare again, and give the "
-                "new run the state_dict of the old one"
-            )
+        self._watch.raise_if_changed(self.counters.steps)
         self._step = step
 
     def _close(self) -> None:
@@ -148,11 +140,8 @@ class TrainingRun:
             exchange_gradients(self.model, self.pending + 1 >= self.accumulate)
 
     def _differentiate(self, loss: Tensor) -> None:
-        if self.pending and all(parameter.grad is None for _, parameter in self._named):
-            raise TrainingError(
-                f"the gradients of {self.pending} of {self.accumulate} micro-batches are gone; leave zero_grad out: "
-                "the run clears gradients after each update"
-            )
+        if self.pending:
+            raise_if_gradients_are_gone(self._named, self.pending, self.accumulate)
         self._losses.append(loss.detach())
         self.custody.has_gradients = True
         loss = as_fp32(loss)
@@ -171,6 +160,7 @@ class TrainingRun:
             self.products.restart_step()
         self.custody.has_gradients = False
         self.optimizer.zero_grad(set_to_none=True)
+        self._watch.drop_others()
 
     # --- the end of a step ------------------------------------------------------------------------------------------
 
@@ -180,7 +170,7 @@ class TrainingRun:
             return self._settled
         scale = self.scale
         check = gradients.unscale_and_check(self._named, scale or 1.0, reduction=self._reduction)
-        _raise_if_nothing_to_update(check, len(self._losses))
+        raise_if_nothing_to_update(check, len(self._losses))
         losses = torch.stack([loss.reshape(()) for loss in self._losses]).tolist()
         skipped = self._why_skip(check, losses)
         if skipped is None and self.settings.max_grad_norm is not None:
@@ -312,12 +302,3 @@ class TrainingRun:
             "scheduler": self.scheduler,
         }
         return ((name, part) for name, part in named.items() if part is not None)
-
-
-def _raise_if_nothing_to_update(check: GradientCheck, num_losses: int) -> None:
-    if check.num_gradients == 0:
-        raise TrainingError(
-            f"{num_losses} losses were differentiated, and no parameter that the optimizer holds has a gradient: they "
-            "were cleared (leave zero_grad out: the run clears them after each update), or no loss depends on those "
-            "parameters (make the optimizer from all that are trained)"
-        )

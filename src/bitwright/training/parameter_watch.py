@@ -1,0 +1,130 @@
+"""What a run would not train: parameters that join the model after `prepare`, and those that no group holds.
+
+A vocabulary that grows, a head that is replaced, adapters that are added: the new parameters have gradients, and the
+optimizer has never heard of them. To compare all parameters in every step would cost a small model a few per cent of
+it. Torch calls a hook whenever a module is given a parameter or a module, anywhere; it counts here, and parameters are
+compared at the next step after it has counted. What no hook sees (a parameter that is unfrozen) is found by comparing
+at the steps 1, 2, 4, 8, … as well.
+
+Rejected: a change in how many gradients there are, which mixtures of experts change all the time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.weak import WeakIdKeyDictionary
+
+from bitwright.errors import TrainingError
+from bitwright.training.processes.ranks import unwrapped
+
+_LOG = logging.getLogger(__name__)
+
+_WHAT_NOW = (
+    "call run.close(), make the optimizer from the model as it is, prepare again, and give the new run the state_dict "
+    "of the old one"
+)
+
+
+class ParameterWatch:
+    """Compares a model's parameters with those that an optimizer holds.
+
+    Args:
+        model: of the run.
+        optimizer: of the run.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model = unwrapped(model)
+        self._optimizer = optimizer
+        parameters = dict(self._model.named_parameters())
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._num_held = len(held)
+        self._held = held
+        #: Parameters whose gradients the run updates from.
+        self.held = [(name, p) for name, p in parameters.items() if id(p) in held]
+        #: Those that are trained otherwise, or not at all.
+        self.unheld = [(name, p) for name, p in parameters.items() if p.requires_grad and id(p) not in held]
+        self.is_sharded = any(hasattr(p, "to_local") for _, p in self.held)
+        self._shapes = WeakIdKeyDictionary({p: p.shape for p in parameters.values()})
+        self._num_told = 0
+        #: What the hook had counted when parameters were last compared; None: never.
+        self._compared_at: int | None = None
+        _count_registrations()
+
+    def raise_if_changed(self, num_steps: int) -> None:
+        """Before a step: refuse a model or optimizer that has others than at first, and tell of those not held.
+
+        Args:
+            num_steps: steps before this one.
+
+        Raises:
+            TrainingError: trained parameters have joined the model, some have another shape, or the optimizer has more
+                or fewer.
+        """
+        num_held = sum(len(group["params"]) for group in self._optimizer.param_groups)
+        if num_held != self._num_held:
+            raise TrainingError(
+                f"the optimizer held {self._num_held} parameters when the run was prepared, and holds {num_held}: of "
+                "those, gradients would be neither unscaled nor checked; call run.close(), prepare again, and give the "
+                "new run the state_dict of the old one"
+            )
+        # FSDP puts other parameters in their places between the forward and the backward pass
+        is_due = self._compared_at != _NUM_REGISTERED[0] or num_steps & (num_steps - 1) == 0
+        if is_due and not self.is_sharded:
+            self._compare()
+            self._compared_at = _NUM_REGISTERED[0]
+
+    def drop_others(self) -> None:
+        """Forget the gradients of parameters that the optimizer does not hold."""
+        for _, parameter in self.unheld:
+            parameter.grad = None
+
+    def _compare(self) -> None:
+        trained = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+        joined = [name for name, parameter in trained if parameter not in self._shapes]
+        if joined:
+            raise TrainingError(
+                f"{len(joined)} trained parameters joined the model since the run was prepared ({joined[0]} first), "
+                f"and the optimizer does not hold them; {_WHAT_NOW}"
+            )
+        for name, parameter in trained:
+            if parameter.shape != self._shapes[parameter]:
+                raise TrainingError(
+                    f"{name} has another shape since the run was prepared ({list(self._shapes[parameter])}, now "
+                    f"{list(parameter.shape)}), and the optimizer's moments have not; {_WHAT_NOW}"
+                )
+        self.unheld = [(name, parameter) for name, parameter in trained if id(parameter) not in self._held]
+        if len(self.unheld) > self._num_told:
+            self._num_told = len(self.unheld)
+            _LOG.warning("%s", say_unheld([name for name, _ in self.unheld]))
+
+
+def say_unheld(names: Sequence[str]) -> str:
+    """Say that parameters are trained, and that the optimizer does not know of them."""
+    return f"{len(names)} trained parameters are in no group of the optimizer and stay as they are, {names[0]} first"
+
+
+# --- what torch tells of modules --------------------------------------------------------------------------------------
+
+#: How often a module of this process was given a parameter or a module.
+_NUM_REGISTERED = [0]
+
+
+@cache
+def _count_registrations() -> None:
+    """Count from now on, as long as the process lives."""
+
+    def registered(*_: object) -> None:
+        _NUM_REGISTERED[0] += 1
+
+    register_module_parameter_registration_hook(registered)
+    register_module_module_registration_hook(registered)
