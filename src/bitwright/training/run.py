@@ -140,7 +140,7 @@ class TrainingRun:
             exchange_gradients(self.model, self.pending + 1 >= self.accumulate)
 
     def _differentiate(self, loss: Tensor) -> None:
-        if self.pending:
+        if self.pending and not self._watch.is_sharded:  # FSDP keeps those of a micro-batch elsewhere
             raise_if_gradients_are_gone(self._named, self.pending, self.accumulate)
         self._losses.append(loss.detach())
         self.custody.has_gradients = True
