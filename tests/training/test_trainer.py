@@ -118,6 +118,29 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(
     assert train(config, resume=True).tokens == 0
 
 
+def test_a_run_goes_on_from_the_checkpoint_that_is_named(
+    make_config: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    whole = train(make_config("whole"))
+    config = make_config("spoiled")
+    train(config)
+    place = tmp_path / "spoiled" / "checkpoints"
+    newest = place / "step-000006" / "optimizer.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-5] ^= 64
+    newest.write_bytes(content)
+    with pytest.raises(TrainingError) as caught:
+        train(config, resume=True)
+    earlier = place / "step-000004"
+    assert f"'{newest}' has other bytes" in str(caught.value)
+    assert f"--resume --from {earlier})" in str(caught.value)
+    summary = train(config, checkpoint=earlier)
+    assert "so later checkpoints went: step-000006" in summary.notes[-1]
+    assert (summary.model / "model.safetensors").read_bytes() == (whole.model / "model.safetensors").read_bytes()
+    assert untimed(tmp_path / "spoiled" / "metrics.jsonl") == untimed(tmp_path / "whole" / "metrics.jsonl")
+    assert train(config, resume=True).tokens == 0
+
+
 @pytest.mark.parametrize("policy", ["fp8-hybrid", "nvfp4", "bf16-pure-sr"])
 def test_measuring_changes_nothing(policy: str, make_config: Callable[..., TrainConfig]) -> None:
     """Neither histories of amax nor random numbers move when the loss on validation text is measured."""
@@ -283,6 +306,12 @@ def test_the_command(
     assert "pass --resume" in capsys.readouterr().err
     assert main(["train", str(file), "--resume", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 3
+    assert main(["train", str(file), "--from", str(tmp_path / "told/checkpoints/step-000003"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 0
+    spoiled = file.read_text().replace("1e-3", "1e30").replace("told", "spoiled").replace("fp16-mixed", "fp32")
+    (tmp_path / "spoiled.toml").write_text(spoiled)
+    assert main(["train", str(tmp_path / "spoiled.toml")]) == 3
+    assert "failed      2 of 3 steps were skipped" in capsys.readouterr().out
     file.write_text(file.read_text().replace("batch", "bacth"))
     assert main(["train", str(file)]) == 2
     assert "'bacth' is unknown; did you mean 'batch'" in capsys.readouterr().err

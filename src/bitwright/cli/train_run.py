@@ -25,7 +25,7 @@ from bitwright.cli.output import write_json
 from bitwright.report.units import spell_count, spell_number, spell_seconds
 
 if TYPE_CHECKING:
-    from bitwright.training.fine_tuning.trainer import TrainingSummary
+    from bitwright.training.fine_tuning.training_summary import TrainingSummary
 
 #: Seconds between two lines where there is no terminal.
 _LINE_EVERY_S = 10.0
@@ -39,11 +39,21 @@ def train_run_command(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run's folder, if there is one.")
     ] = False,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="CHECKPOINT",
+            help="Go on from this checkpoint of the run, not from its newest; later ones are deleted.",
+            show_default=False,
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else on stdout.")] = False,
 ) -> None:
     """Fine-tune a causal language model on a text, as a configuration says.
 
-    Under torchrun every process runs this command; the first one tells how it goes.
+    Under torchrun every process runs this command; the first one tells how it goes. Exit code 3: the run came to its
+    end, but its validation loss is not finite, or most of its steps were skipped.
     """
     from bitwright.training.fine_tuning.config import read_config
 
@@ -55,16 +65,17 @@ def train_run_command(
     with TrainingBar() as bar, announcing(bar.waiting):
         bar.say("reading the model and its text")
         try:
-            summary = train(asked, resume=resume, watcher=bar)
+            summary = train(asked, resume=resume, checkpoint=checkpoint, watcher=bar)
         except KeyboardInterrupt:
             bar.say(bar.how_to_go_on(config))
             raise
-    if not _is_first_process():
-        return
-    if json:
-        write_json(json_format.dumps(_facts(summary), indent=2, allow_nan=False) + "\n")
-    else:
-        typer.echo("\n".join(say_summary(summary)))
+    if _is_first_process():
+        if json:
+            write_json(json_format.dumps(_facts(summary), indent=2, allow_nan=False) + "\n")
+        else:
+            typer.echo("\n".join(say_summary(summary)))
+    if summary.trouble is not None:
+        raise typer.Exit(3)
 
 
 class TrainingBar:
@@ -179,18 +190,29 @@ def say_summary(summary: TrainingSummary) -> list[str]:
     lines = [
         f"steps       {summary.steps:,}, {skipped}",
         f"policy      {summary.policy}",
-        f"train loss  {summary.loss:.4f}, mean of the last steps",
+        f"train loss  {summary.loss:.4f}, mean of the last steps"
+        if math.isfinite(summary.loss)
+        else "train loss  none: no step was taken",
     ]
+    if summary.trouble is not None:
+        lines.insert(0, f"failed      {summary.trouble}")
     found = summary.validation
     if found is not None:
+        rows = spell_count(found.num_rows, "sequence")
         lines.append(
-            f"validation  {found.loss:.4f} ± {found.error:.4f} (standard error over "
-            f"{spell_count(found.num_rows, 'sequence')}), perplexity {math.exp(found.loss):.2f}"
+            f"validation  {found.loss:.4f} ± {found.error:.4f} (standard error over {rows}), perplexity "
+            f"{_perplexity(found.loss)}"
+            if math.isfinite(found.loss)
+            else f"validation  {found.loss}, not finite, over {rows}"
         )
     if summary.tokens:
         speed = spell_number(summary.tokens_per_s)
         lines.append(f"speed       {speed} tokens/s, {spell_seconds(summary.seconds)} in all")
     return [*lines, f"checkpoint  {_shown(summary.checkpoint)}", f"model       {_shown(summary.model)}"]
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):.2f}" if loss < 700 else "beyond every float"
 
 
 def _facts(summary: TrainingSummary) -> dict[str, Any]:
@@ -211,8 +233,9 @@ def _facts(summary: TrainingSummary) -> dict[str, Any]:
         "tokens": summary.tokens,
         "seconds": summary.seconds,
         "tokens_per_s": summary.tokens_per_s,
-        "model": str(summary.model),
-        "checkpoint": str(summary.checkpoint),
+        "trouble": summary.trouble,
+        "model": str(summary.model.absolute()),
+        "checkpoint": str(summary.checkpoint.absolute()),
         "notes": list(summary.notes),
     }
 

@@ -5,8 +5,9 @@
     OUT/checkpoints/step-000200/   the newest few (`checkpoints/`)
     OUT/model/                     the trained model, once the run is over
 
-A folder that holds a run already is only gone on with when that is asked for, and only as the same run. A folder in
-which nothing was ever trained (a wrong word in the configuration was found after it was made) holds no run.
+A folder that holds a run already is only gone on with when that is asked for, and only as the same run: from its
+newest checkpoint, or from the one that is named; later ones then go, as their lines of metrics do. A folder in which
+nothing was ever trained (a wrong word in the configuration was found after it was made) holds no run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from bitwright.errors import TrainingError
-from bitwright.training.checkpoints.checkpoint_facts import latest_checkpoint, read_checkpoint_facts
+from bitwright.training.checkpoints.checkpoint_facts import (
+    CHECKPOINT_FILE,
+    damaged,
+    latest_checkpoint,
+    read_checkpoint_facts,
+)
 from bitwright.training.record_facts import differences
 
 CONFIG_FILE = "config.json"
@@ -55,31 +61,48 @@ class RunFolder:
         for folder in found[:-keep]:
             shutil.rmtree(folder)
 
+    def drop_checkpoints_after(self, step: int) -> tuple[str, ...]:
+        """Delete checkpoints of later steps than the one that is gone on from; returns their names."""
+        later = [
+            folder for folder in sorted((self.path / "checkpoints").glob("step-*")) if folder > self.checkpoint(step)
+        ]
+        for folder in later:
+            shutil.rmtree(folder)
+        return tuple(folder.name for folder in later)
+
     def drop_if_unused(self) -> None:
         """Delete the folder where no step was taken and nothing is saved in it."""
         if _is_unused(self.path):
             shutil.rmtree(self.path)
 
 
-def open_run_folder(out: str, decisive: Mapping[str, Any], *, resume: bool) -> RunFolder:
+def open_run_folder(
+    out: str, decisive: Mapping[str, Any], *, resume: bool, checkpoint: Path | None = None
+) -> RunFolder:
     """Make the folder of a new run, or find where an old one is gone on with. One process calls it.
 
     Args:
         out: the folder.
         decisive: what decides the run.
         resume: go on with the run that is there; where none is, begin.
+        checkpoint: go on from this one of the run; None: the newest.
 
     Raises:
-        TrainingError: a run is there and is not to be gone on with, or was another one; or no folder can be made.
+        TrainingError: a run is there and is not to be gone on with, or was another one; there is none to go on with
+            from a checkpoint; the checkpoint is damaged; or no folder can be made.
     """
     path = Path(out)
     there = _read_config(path)
     if there is None or _is_unused(path):
+        if checkpoint is not None:
+            raise TrainingError(
+                f"'{path}' holds no run that could go on from '{checkpoint}'; leave out --from to begin"
+            )
         _begin(path, decisive)
         return RunFolder(path=path, resume_from=None)
-    latest = latest_checkpoint(path / "checkpoints") if (path / "checkpoints").is_dir() else None
-    if not resume:
-        steps = 0 if latest is None else read_checkpoint_facts(latest)["step"]
+    latest = _latest_checkpoint(path) if checkpoint is None else checkpoint
+    steps = 0 if latest is None else read_checkpoint_facts(latest)["step"]
+    if not resume and checkpoint is None:
         raise TrainingError(
             f"'{path}' holds a run already (saved after {steps} steps); pass --resume to go on with it, or choose "
             "another out"
@@ -96,6 +119,15 @@ def open_run_folder(out: str, decisive: Mapping[str, Any], *, resume: bool) -> R
 def find_run_folder(out: str, resume_from: Path | None) -> RunFolder:
     """Return the folder that another process has opened."""
     return RunFolder(path=Path(out), resume_from=resume_from)
+
+
+def _latest_checkpoint(path: Path) -> Path | None:
+    """The newest checkpoint of a run; refuses to pass over one that is only half there."""
+    place = path / "checkpoints"
+    for folder in sorted(place.glob("step-*"), reverse=True):
+        if not (folder / CHECKPOINT_FILE).is_file():
+            raise damaged(folder, f"'{folder / CHECKPOINT_FILE}' is missing")
+    return latest_checkpoint(place) if place.is_dir() else None
 
 
 def _read_config(path: Path) -> Any:

@@ -15,6 +15,7 @@ checkpoints (`checkpoints/`). What is printed is somebody else's business (`trai
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from bitwright.training.fine_tuning.schedules import raise_if_unknown_schedule
 from bitwright.training.fine_tuning.train_setup import Prepared, set_up
 from bitwright.training.fine_tuning.trained_model import save_trained_model
 from bitwright.training.fine_tuning.training_progress import Unwatched, Watcher
+from bitwright.training.fine_tuning.training_summary import TrainingSummary
 from bitwright.training.fine_tuning.validation import ValidationLoss, measure_validation_loss
 from bitwright.training.forward.forward_region import forward_region
 from bitwright.training.optimizer.optimizers import raise_if_unusable_optimizer
@@ -41,37 +43,19 @@ from bitwright.training.processes.ranks import Ranks
 from bitwright.training.run import TrainingRun
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingSummary:
-    """What became of a run."""
-
-    #: Steps in all, those before it was gone on with included.
-    steps: int
-    skipped: int
-    policy: str
-    reason: str
-    #: Mean loss of the last steps that were not skipped, at most ten; NaN where all were.
-    loss: float
-    validation: ValidationLoss | None
-    #: Of this call.
-    tokens: int
-    seconds: float
-    model: Path
-    checkpoint: Path
-    notes: tuple[str, ...]
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens that were trained on in a second, of all processes together."""
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-
-def train(config: TrainConfig, *, resume: bool = False, watcher: Watcher | None = None) -> TrainingSummary:
+def train(
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
+    watcher: Watcher | None = None,
+) -> TrainingSummary:
     """Run a configuration to its end.
 
     Args:
         config: what is asked (`config.py`).
         resume: go on with the run in `config.out`; where none is there, begin it.
+        checkpoint: go on from this checkpoint of that run, not from its newest; later ones are deleted.
         watcher: is told how far it is; of many processes, on the first.
 
     Raises:
@@ -81,7 +65,7 @@ def train(config: TrainConfig, *, resume: bool = False, watcher: Watcher | None 
     raise_if_unusable_optimizer(config.optimizer.name, config.optimizer.options)
     raise_if_unknown_schedule(config.schedule.kind)
     with joined(config.device) as (ranks, device):
-        folder = _open_folder(config, ranks, resume=resume)
+        folder = _open_folder(config, ranks, resume=resume, checkpoint=None if checkpoint is None else Path(checkpoint))
         try:
             job = _Job(
                 config=config,
@@ -98,13 +82,13 @@ def train(config: TrainConfig, *, resume: bool = False, watcher: Watcher | None 
             raise
 
 
-def _open_folder(config: TrainConfig, ranks: Ranks, *, resume: bool) -> RunFolder:
+def _open_folder(config: TrainConfig, ranks: Ranks, *, resume: bool, checkpoint: Path | None) -> RunFolder:
     """The first process looks and makes, and the others are told."""
     opened: RunFolder | None = None
     failure: TrainingError | None = None
     if ranks.is_first:
         try:
-            opened = open_run_folder(config.out, config.decisive, resume=resume)
+            opened = open_run_folder(config.out, config.decisive, resume=resume, checkpoint=checkpoint)
         except TrainingError as error:
             failure = error
     answer, failure = ranks.gather((None if opened is None else opened.resume_from, failure))[0]
@@ -139,7 +123,7 @@ class _Job:
             self.metrics = MetricsFile(self.folder.metrics, after_step=self.step)
         self.watcher.began(self._facts())
         began_s = time.perf_counter()
-        saved_at = self.step if self.folder.resume_from is not None else -1
+        saved_at = self.step if self.folder.checkpoint(self.step).is_dir() else -1
         while self.step < config.steps:
             self._take_step()
             if _is_due(self.step, config.evaluation.every_steps) and self.step < config.steps:
@@ -179,6 +163,12 @@ class _Job:
         self.step = resumed.step
         self.recent = [float(loss) for loss in resumed.extra["recent"]]
         self.notes = (*self.notes, *resumed.notes)
+        dropped = self.folder.drop_checkpoints_after(self.step) if self.ranks.is_first else ()
+        if dropped:
+            self.notes = (
+                *self.notes,
+                f"gone on after step {self.step}, so later checkpoints went: {', '.join(dropped)}",
+            )
 
     def _facts(self) -> dict[str, Any]:
         trained = [parameter for parameter in self.run.model.parameters() if parameter.requires_grad]
