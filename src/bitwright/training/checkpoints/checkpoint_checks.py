@@ -5,7 +5,7 @@ Each function raises TrainingError with what was saved, what is there, and what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,37 @@ _WORDS = frozenset({"description", "source", "aliases", "preference", "reason"})
 
 def raise_if_other_policy(place: str | Path, there: Any, here: Any) -> None:
     """Raise TrainingError, with what differs, unless the facts of two policies agree in all that a step depends on."""
-    differing = differences(there, here, ignored=_WORDS)
-    if differing:
-        fields = "; ".join(f"{field} was {was}, is {now}" for field, was, now in differing)
-        raise TrainingError(
-            f"'{place}' was saved under policy '{there['name']}', and this run's is '{here['name']}' ({fields}); "
-            f"prepare the run with policy '{there['name']}', or begin a new one from the weights in model.safetensors"
-        )
+    if there == here or not differences(there, here, ignored=_WORDS):
+        return
+    fields = "; ".join(_fields_that_differ(there, here))
+    raise TrainingError(
+        f"'{place}' was saved under policy '{there['name']}', and this run's is '{here['name']}'"
+        f"{f' ({fields})' if fields else ''}; prepare the run with policy '{there['name']}', or begin a new one from "
+        "the weights in model.safetensors"
+    )
+
+
+def _fields_that_differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    """What differs between two policies, a few words a field; records are named, not printed."""
+    for name in dict.fromkeys([*there, *here]):
+        was, now = there.get(name), here.get(name)
+        word = name.replace("_", " ")
+        inner = differences(was, now)
+        if name in _WORDS or name == "name" or not inner:
+            continue
+        if isinstance(was, Mapping) and isinstance(now, Mapping):
+            parts = dict.fromkeys(field.partition(".")[0].replace("_", " ") for field, _, _ in inner)
+            yield f"{word} differ in {', '.join(parts)}"
+        elif isinstance(was, list) and was and now:
+            yield f"{word} differ"
+        elif isinstance(was, Mapping | list) or isinstance(now, Mapping | list):
+            yield f"{word}: {_there_or_not(was)} then, {_there_or_not(now)} now"
+        else:
+            yield f"{word} was {was}, is {now}"
+
+
+def _there_or_not(value: Any) -> str:
+    return "some" if value else "none"
 
 
 def raise_if_size_matters(place: Path, facts: Mapping[str, Any], ranks: Ranks, allowed: bool) -> None:
