@@ -19,7 +19,7 @@ from bitwright.errors import BitwrightError, TrainingError
 from bitwright.training.data.batches import as_batch
 from bitwright.training.data.loss_weights import loss_weights
 from bitwright.training.data.token_rows import IGNORED, TokenRows
-from bitwright.training.fine_tuning.config import TrainConfig, parse_config
+from bitwright.training.fine_tuning.config import LoraConfig, TrainConfig, parse_config
 from bitwright.training.fine_tuning.metrics_file import MetricsFile, read_metrics
 from bitwright.training.fine_tuning.trainer import train
 from bitwright.training.fine_tuning.training_progress import Unwatched
@@ -222,6 +222,10 @@ def test_metrics_survive_a_line_that_was_cut_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("top", "message"),
     [
+        (
+            {"lora": LoraConfig(adapters="bf16")},
+            "policy 'bf16-mixed' keeps what it trains in fp32.*adapters = \"fp32\"",
+        ),
         ({"policy": "fp8-hybird"}, "unknown policy 'fp8-hybird'; did you mean 'fp8-hybrid'"),
         ({"device": "cuda"}, "device is 'cuda', and torch sees no GPU here"),
         ({"model": "demo-encoder"}, "predicts no tokens"),
@@ -281,6 +285,24 @@ def test_a_terminal_has_one_moving_line() -> None:
     ):
         assert part in text
     assert bar.how_to_go_on(Path("a.toml")) == "saved after step 1; go on with: bitwright train a.toml --resume"
+
+
+def test_only_the_first_process_tells_how_it_goes(
+    make_tiny_folder: Callable[..., Path],
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'model = "{make_tiny_folder("llama")}"\nout = "{tmp_path / "told"}"\nsteps = 2\nbatch = 2\n'
+        f'policy = "fp32"\n[data]\ntrain = "{text}"\nsequence_length = 32\n[optimizer]\nlr = 1e30\n'
+    )
+    main(["train", str(file)])
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", "")
 
 
 def test_the_command(

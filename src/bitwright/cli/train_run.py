@@ -10,6 +10,7 @@ written now and then. stdout gets the summary at the end, or it as JSON.
 from __future__ import annotations
 
 import json as json_format
+import logging
 import math
 import os
 import time
@@ -62,6 +63,8 @@ def train_run_command(
     from bitwright.quantize.backends.cpu.announce import announcing
     from bitwright.training.fine_tuning.trainer import train
 
+    # the bar tells of steps that were skipped; without a handler Python writes them a second time, on every process
+    logging.getLogger("bitwright.training").addHandler(logging.NullHandler())
     with TrainingBar() as bar, announcing(bar.waiting):
         bar.say("reading the model and its text")
         try:
@@ -82,7 +85,9 @@ class TrainingBar:
     """Tells how a run goes, on stderr; a `Watcher` of `training/fine_tuning/training_progress.py`."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = Console(stderr=True, highlight=False) if console is None else console
+        self._console = (
+            Console(stderr=True, highlight=False, quiet=not _is_first_process()) if console is None else console
+        )
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._total = 0

@@ -28,6 +28,7 @@ from bitwright.training.fine_tuning.schedules import make_schedule
 from bitwright.training.held_parameters import cast_parameters
 from bitwright.training.lora import LoraSettings, add_lora
 from bitwright.training.optimizer.optimizers import make_optimizer
+from bitwright.training.policy import Policy
 from bitwright.training.prepare import find_policy, prepare
 from bitwright.training.processes.distributed import spread
 from bitwright.training.processes.ranks import Ranks
@@ -69,6 +70,8 @@ def set_up(config: TrainConfig, ranks: Ranks, device: torch.device) -> Prepared:
         if source is not None:
             raise_if_no_source(source)
     policy = find_policy(config.policy, device)
+    if settings is not None:
+        _raise_if_adapters_have_no_masters(settings, policy.policy)
     seed_generators(config.seed)
     loaded = models.load(config.model, allow_pickle=config.allow_pickle)
     train, validation, notes = _read_rows(config, loaded)
@@ -105,6 +108,14 @@ def set_up(config: TrainConfig, ranks: Ranks, device: torch.device) -> Prepared:
         tokenizer=loaded.tokenizer,
         notes=(*loaded.notes, *notes),
     )
+
+
+def _raise_if_adapters_have_no_masters(settings: LoraSettings, policy: Policy) -> None:
+    if settings.adapters != "fp32" and policy.parameters == "fp32":
+        raise TrainingError(
+            f"lora.adapters is '{settings.adapters}', and policy '{policy.name}' keeps what it trains in fp32, or "
+            'updates would be lost; write adapters = "fp32", or train under policy = "bf16-pure-sr"'
+        )
 
 
 def _trainable(loaded: LoadedModel) -> nn.Module:
