@@ -160,6 +160,20 @@ def test_adapters_are_saved_and_loaded_by_peft(make_tiny_model: Callable[..., An
     assert torch.equal(again(TOKENS).logits, expected)
 
 
+def test_adapters_on_adapters_are_refused(make_tiny_model: Callable[..., Any]) -> None:
+    base = make_tiny_model("llama")
+    model = add_lora(base, rank=4)
+    for again in (model, base):
+        before = trained_names(again)
+        with pytest.raises(TrainingError, match="has adapters already"):
+            add_lora(again, rank=4)
+        assert trained_names(again) == before
+    merged = model.merge_and_unload()
+    assert trained_names(add_lora(merged, rank=4))
+    with pytest.raises(TrainingError, match=r"model is None"):
+        add_lora(None)  # type: ignore[arg-type]
+
+
 def test_what_cannot_be_is_refused(make_tiny_model: Callable[..., Any]) -> None:
     model = make_tiny_model("llama")
     with pytest.raises(TrainingError, match="rank 0"):

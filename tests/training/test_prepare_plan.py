@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bitwright.errors import PlanError
+from bitwright.errors import TrainingError
 from bitwright.plan.schema import ModelInfo, TextInfo
 from bitwright.plan.training_folder import write_training_plan
 from bitwright.plan.training_plan import MemoryNeed, TrainingPlan, TrainingSite
@@ -75,5 +75,12 @@ def test_a_plan_without_low_products_installs_none(make_tiny_model: Callable[...
 
 def test_a_folder_that_is_no_plan(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     model = make_tiny_model("llama").requires_grad_(True)
-    with pytest.raises(PlanError):
-        prepare(model, torch.optim.AdamW(model.parameters()), policy=tmp_path)
+    optimizer = torch.optim.AdamW(model.parameters())
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "plan" / "plan.json").write_text("{}")
+    (tmp_path / "notes.txt").write_text("no plan")
+    for name in ("", "nowhere", "plan", "notes.txt"):
+        with pytest.raises(TrainingError, match="give the folder that `bitwright train plan` wrote"):
+            prepare(model, optimizer, policy=tmp_path / name)
+    with pytest.raises(TrainingError, match="give the folder that `bitwright train plan` wrote"):
+        prepare(model, optimizer, policy=str(tmp_path / "plan"))

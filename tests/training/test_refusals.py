@@ -34,6 +34,18 @@ def test_values_that_are_none(asked: dict[str, Any], says: str) -> None:
         prepare(model, optimizer, **{"policy": "fp32", **asked})
 
 
+def test_what_is_no_model_or_no_optimizer() -> None:
+    model, optimizer = made()
+    for given in (None, optimizer, "demo"):
+        with pytest.raises(TrainingError, match=r"model is .* give a torch\.nn\.Module"):
+            prepare(given, optimizer, policy="fp32")  # type: ignore[arg-type]
+    with pytest.raises(TrainingError, match=r"model is None"):
+        prepare(None, None)  # type: ignore[arg-type]
+    for no_optimizer in (None, model, torch.optim.SGD, "adamw"):
+        with pytest.raises(TrainingError, match=r"optimizer is .* torch\.optim"):
+            prepare(model, no_optimizer, policy="fp32")  # type: ignore[arg-type]
+
+
 def test_schedulers_that_a_run_cannot_step() -> None:
     model, optimizer = made()
     _, other = made()

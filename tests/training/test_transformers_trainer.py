@@ -179,6 +179,34 @@ def test_evaluation_runs_under_the_policy(make_tiny_model: Callable[..., Any], t
     assert found == pytest.approx(expected, rel=1e-3)
 
 
+def test_a_callback_of_another_trainer(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    first = new_trainer(make_tiny_model("llama"), tmp_path, policy=None)
+    second = new_trainer(make_tiny_model("llama"), tmp_path, policy=None)
+    second.add_callback(PolicyCallback(first, policy="bf16-mixed"))
+    with pytest.raises(TrainingError, match=r"made for another Trainer.*PolicyCallback\(trainer"):
+        second.train()
+    with pytest.raises(TrainingError, match="trainer is None"):
+        PolicyCallback(None)
+
+
+def test_two_callbacks(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    trainer = new_trainer(make_tiny_model("llama"), tmp_path, policy="bf16-mixed")
+    trainer.add_callback(PolicyCallback(trainer, policy="fp32"))
+    with pytest.raises(TrainingError, match="under a run already"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("policy", ["fp16-mixed", "fp8-hybrid", "bf16-pure-sr"])
+def test_training_twice(policy: str, make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    trainer = new_trainer(make_tiny_model("llama"), tmp_path, policy=policy)
+    trainer.train()
+    before = logged(trainer)
+    trainer.train()
+    assert len(before) == 6 and logged(trainer)[0] < before[0]
+    (callback,) = (found for found in trainer.callback_handler.callbacks if isinstance(found, PolicyCallback))
+    assert callback.run is not None and callback.run.counters.updates == 6
+
+
 def test_two_precisions_at_once_are_refused(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="the Trainer has mixed precision 'bf16' of its own"):
         new_trainer(make_tiny_model("llama"), tmp_path, policy="bf16-mixed", bf16=True)

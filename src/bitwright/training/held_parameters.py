@@ -30,6 +30,21 @@ from bitwright.training.processes.ranks import unwrapped
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def raise_if_no_model_or_optimizer(model: object, optimizer: object) -> None:
+    """Raise TrainingError for what is no model, or no optimizer."""
+    if not isinstance(model, nn.Module):
+        raise TrainingError(f"model is {_shown(model)}; give a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TrainingError(
+            f"optimizer is {_shown(optimizer)}; give one of torch.optim, or of a class derived from them, made from "
+            "model.parameters()"
+        )
+
+
+def _shown(given: object) -> str:
+    return f"a {type(given).__name__}" if isinstance(given, nn.Module | torch.optim.Optimizer) else repr(given)
+
+
 def raise_if_unfit(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Policy) -> None:
     """Check model and optimizer against a policy; changes nothing.
 

@@ -101,16 +101,25 @@ def add_lora(model: nn.Module, settings: LoraSettings | None = None, **changes: 
 
     Raises:
         MissingExtra: peft is not installed.
-        TrainingError: settings that cannot be, or a scheme that rounds activations or does not fit a layer.
+        TrainingError: adapters are there already, settings that cannot be, or a scheme that rounds activations or does
+            not fit a layer.
         UnknownName: no scheme has that name.
         ModelError: nothing in the model is linear, or it holds codes already.
     """
     settings = _settled(settings, changes)
     try:
         from peft import LoraConfig, get_peft_model
+        from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
         raise MissingExtra("peft", "train", "adding adapters") from error
+    if not isinstance(model, nn.Module):
+        raise TrainingError(f"model is {model!r}; give a causal language model, a torch.nn.Module")
     raise_if_planned(model)
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise TrainingError(
+            "the model has adapters already; train those, or put them into its weights first: model = "
+            "model.merge_and_unload()"
+        )
     sites = _adapted(find_sites(model))
     scheme = SCHEMES[settings.base]
     weights = _weights_of(scheme)

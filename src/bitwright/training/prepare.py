@@ -16,9 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,28 +24,29 @@ from torch import nn
 from bitwright import hardware
 from bitwright.errors import TrainingError
 from bitwright.hardware import Device
-from bitwright.plan.folder import PLAN_FILE
-from bitwright.plan.training_folder import load_training_plan
-from bitwright.training.choose import Chosen, choose_policy, device_at, raise_if_not_native, why_not
+from bitwright.training.asked_policy import AskedPolicy, ask_policy
+from bitwright.training.choose import Chosen, device_at, raise_if_not_native, why_not
 from bitwright.training.custody import Custody, raise_if_under_a_run
 from bitwright.training.forward import named_islands
 from bitwright.training.forward.forward_region import AUTOCAST_DTYPES
 from bitwright.training.forward.tf32_layers import install_tf32
 from bitwright.training.gradient_storage import keep_gradients_fp32
-from bitwright.training.held_parameters import cast_parameters, raise_if_unfit, unheld_parameters
+from bitwright.training.held_parameters import (
+    cast_parameters,
+    raise_if_no_model_or_optimizer,
+    raise_if_unfit,
+    unheld_parameters,
+)
 from bitwright.training.optimizer.stand_ins import Update
 from bitwright.training.optimizer.update import UPDATES
 from bitwright.training.parameter_watch import say_unheld
-from bitwright.training.policy import AUTO, Policy, policy_named
+from bitwright.training.policy import AUTO, Policy
 from bitwright.training.processes.ranks import Ranks, unwrapped
 from bitwright.training.products.policy_layers import Assignment, PolicyLayers, install_layers
 from bitwright.training.products.sites import product_sites
 from bitwright.training.run import TrainingRun
 from bitwright.training.run_settings import Removable, RunSettings, Scheduler, raise_if_no_scheduler
 from bitwright.training.step import StepResult
-
-if TYPE_CHECKING:
-    from bitwright.training.planning.training_plan import PlannedPolicy
 
 #: Skipped steps in a row that end a run, unless asked otherwise. A loss scale of 2³² is at its floor after 32.
 PATIENCE = 200
@@ -107,9 +106,10 @@ def prepare(
         count_lost=count_lost,
         monitor=monitor,
     )
+    raise_if_no_model_or_optimizer(model, optimizer)
     place = _place_of(model)
     facts, recognised = _facts(device, place)
-    asked = _asked(policy, facts)
+    asked = ask_policy(policy, facts)
     notes = [f"device: {facts.name} ({recognised})", *_say_emulated(asked.policy, facts, emulate)]
     _raise_if_no_autocast(asked.policy, place)
     raise_if_under_a_run(model, optimizer)
@@ -169,7 +169,7 @@ def find_policy(policy: str | Policy | Path, place: torch.device) -> Chosen:
     Raises:
         UnknownName: no policy has that name.
     """
-    asked = _asked(policy, device_at(place)[0])
+    asked = ask_policy(policy, device_at(place)[0])
     return Chosen(policy=asked.policy, reason=asked.reason)
 
 
@@ -192,33 +192,6 @@ def _facts(device: str | Device | None, place: torch.device) -> tuple[Device, st
     if isinstance(device, Device):
         return device, "as given"
     return hardware.get(device), "as asked for"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
-    """A policy, and, where a plan says so, the recipe of each product."""
-
-    policy: Policy
-    reason: str
-    planned: PlannedPolicy | None = None
-
-
-def _asked(policy: str | Policy | Path, facts: Device) -> _Asked:
-    if isinstance(policy, Policy):
-        return _Asked(policy=policy, reason="as given")
-    if not isinstance(policy, str | Path):
-        raise TrainingError(
-            f"policy is {policy!r}; give a name of `bitwright train policies`, a Policy, or a plan's Path"
-        )
-    if policy == AUTO:
-        chosen = choose_policy(facts)
-        return _Asked(policy=chosen.policy, reason=chosen.reason)
-    if isinstance(policy, Path) or (Path(policy) / PLAN_FILE).is_file():
-        from bitwright.training.planning.training_plan import policy_of_plan
-
-        planned = policy_of_plan(load_training_plan(policy))
-        return _Asked(policy=planned.policy, reason=f"the plan '{policy}': {planned.reason}", planned=planned)
-    return _Asked(policy=policy_named(policy), reason="as asked for")
 
 
 def _say_emulated(policy: Policy, facts: Device, emulate: bool | None) -> list[str]:
@@ -268,7 +241,7 @@ def _say_beside(inner: nn.Module, policy: Policy) -> list[str]:
 
 
 def _products(
-    inner: nn.Module, asked: _Asked, place: torch.device, settings: RunSettings, ranks: Ranks, emulate: bool
+    inner: nn.Module, asked: AskedPolicy, place: torch.device, settings: RunSettings, ranks: Ranks, emulate: bool
 ) -> PolicyLayers | None:
     """Let linear layers multiply codes; None under a policy without a recipe."""
     if asked.planned is not None:

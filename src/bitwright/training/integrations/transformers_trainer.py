@@ -80,7 +80,8 @@ class PolicyCallback(TrainerCallback):  # type: ignore[misc]
 
         def create_and_load_exactly(*arguments: Any, **keywords: Any) -> Any:
             optimizer = create(*arguments, **keywords)
-            load_exactly(optimizer)
+            if not getattr(optimizer, "_is_accelerate_prepared", False):  # that of an earlier `train`
+                load_exactly(optimizer)
             return optimizer
 
         trainer.create_optimizer = create_and_load_exactly
@@ -88,10 +89,18 @@ class PolicyCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Prepare the run, and take the Trainer's place where precision is decided."""
         trainer = self.trainer
-        accelerated = trainer.optimizer
+        if state is not trainer.state:
+            raise TrainingError(
+                "the PolicyCallback was made for another Trainer than the one that it was added to, which would train "
+                "in its own precision; make one for each: trainer.add_callback(PolicyCallback(trainer, …))"
+            )
+        optimizer = trainer.optimizer.optimizer
+        optimizer = optimizer.plain if isinstance(optimizer, _Stepped) else optimizer
+        if self.run is not None:  # trained before
+            self.run.close()
         self.run = run = prepare(
             trainer.model_wrapped,
-            accelerated.optimizer,
+            optimizer,
             policy=self._policy,
             max_grad_norm=args.max_grad_norm or None,
             seed=args.seed,
@@ -123,11 +132,11 @@ class _Stepped:
     """The Trainer's optimizer, but for its step, which is the end of the run's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, finish: Callable[[], None]) -> None:
-        self._optimizer = optimizer
+        self.plain = optimizer
         self._finish = finish
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
+        return getattr(self.plain, name)
 
     def step(self, closure: Any = None) -> None:
         """Update or skip."""
@@ -166,6 +175,8 @@ class _Wiring:
 
 
 def _raise_if_has_its_own(trainer: Trainer) -> None:
+    if not isinstance(trainer, Trainer):
+        raise TrainingError(f"trainer is {trainer!r}; give the transformers.Trainer that the callback is added to")
     precision = trainer.accelerator.mixed_precision
     if precision not in ("no", None):
         raise TrainingError(
