@@ -71,8 +71,33 @@ def test_a_config_is_enough(
         (("llama-7b", "--recompute", "half"), "none or full"),
         (("llama-7b", "--masters", "optimizer", "--policy", "fp32"), "no masters"),
         (("llama-7b", "--lora-rank", "8", "--base", "int4"), "unknown scheme"),
+        (("llama-7b", "--base", "int4_g128"), "without --lora-rank all of the model is trained; add --lora-rank"),
+        (("llama-7b", "--policy", "."), "plan.json"),
     ],
 )
 def test_wrong_questions_are_refused(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
     assert main(["memory", *arguments]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_zero_over_one_gpu_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ((), ("--gpus", "4", "--tensor-parallel", "4")):
+        assert main(["memory", "gpt2", "--zero", "3", *arguments]) == 0
+        assert "which divides nothing" in " ".join(capsys.readouterr().out.split())
+    assert main(["memory", "gpt2", "--zero", "3", "--gpus", "2"]) == 0
+    assert "divides nothing" not in capsys.readouterr().out
+
+
+def test_a_plan_is_a_policy(
+    make_tiny_folder: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, plan = str(make_tiny_folder("llama")), str(tmp_path / "plan")
+    run = ("--batches", "2", "--batch", "1", "--seq", "16")
+    assert main(["train", "plan", model, "--hardware", "h100", "--out", plan, *run]) == 0
+    capsys.readouterr()
+    found = facts(capsys, model, "--policy", plan)
+    decided = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert found["policy"] == decided["policy"]
+    assert f"by the plan '{plan}'" in found["policy_reason"]
+    assert main(["memory", model, "--policy", plan]) == 0
+    assert "by the plan" in capsys.readouterr().out

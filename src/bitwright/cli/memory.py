@@ -9,6 +9,7 @@ from __future__ import annotations
 import json as json_format
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
 import typer
@@ -33,6 +34,10 @@ _TITLES: dict[Instant, str] = {
     "backward": "when it is done",
     "update": "while the optimizer steps",
 }
+
+
+#: What linears that are frozen under adapters lie in unless somebody says.
+_BASE = "bf16"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +67,12 @@ def memory_command(
         ),
     ],
     policy: Annotated[
-        str, typer.Option(metavar="NAME", help="A training policy; auto: what --hardware runs.", rich_help_panel="Step")
+        str,
+        typer.Option(
+            metavar="NAME|PLAN",
+            help="A training policy; auto: what --hardware runs; or the folder of a training plan.",
+            rich_help_panel="Step",
+        ),
     ] = "bf16-mixed",
     batch: Annotated[int, typer.Option(min=1, help="Sequences of one GPU at once.", rich_help_panel="Step")] = 1,
     seq: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.", rich_help_panel="Step")] = 2048,
@@ -99,8 +109,14 @@ def memory_command(
         ),
     ] = None,
     base: Annotated[
-        str, typer.Option(metavar="SCHEME", help="Of the frozen linears under adapters.", rich_help_panel="Step")
-    ] = "bf16",
+        str | None,
+        typer.Option(
+            metavar="SCHEME",
+            help=f"Of the frozen linears under adapters; default: {_BASE}.",
+            rich_help_panel="Step",
+            show_default=False,
+        ),
+    ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs together.", rich_help_panel="GPUs")] = 1,
     zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage; 3 is FSDP.", rich_help_panel="GPUs")] = 0,
     tensor_parallel: Annotated[
@@ -121,6 +137,11 @@ def memory_command(
 
     Exit code 3: it does not fit on the hardware.
     """
+    if base is not None and lora_rank is None:
+        raise UsageMistake(
+            f"--base {base} is of linears that are frozen under adapters, and without --lora-rank all of the model is "
+            "trained; add --lora-rank 16, or leave --base out"
+        )
     device = None if hardware_name is None else find_device(hardware_name)
     sharding = Sharding(
         num_gpus=gpus, zero=zero, tensor_parallel=tensor_parallel, is_sequence_parallel=sequence_parallel
@@ -139,14 +160,14 @@ def memory_command(
         optimizer=optimizer,
         masters="in optimizer" if _one_of("--masters", masters, ("model", "optimizer")) == "optimizer" else "in model",
         rank=lora_rank,
-        base=base,
+        base=base or _BASE,
         accumulates=accumulate > 1,
         kind="gpu" if device is None else device.kind,
     )
     found = _answer(question)
     fits = None if device is None else found.peak <= device.memory_bytes
     if json:
-        write_json(json_format.dumps(_facts(question, found, device), indent=2) + "\n")
+        write_json(json_format.dumps(_facts(question, found, device, policy_reason), indent=2) + "\n")
     else:
         _print(new_console(highlight=False), question, found, device, policy_reason)
     if fits is False:
@@ -157,6 +178,8 @@ def _policy(name: str, device: Device | None) -> tuple[Any, str]:
     """The policy, and why where nobody named it."""
     from bitwright.training.policy import AUTO, policy_named
 
+    if Path(name).is_dir():
+        return _policy_of_plan(name)
     if name != AUTO:
         return policy_named(name), ""
     if device is None:
@@ -165,6 +188,19 @@ def _policy(name: str, device: Device | None) -> tuple[Any, str]:
 
     found = choose_policy(device)
     return found.policy, found.reason
+
+
+def _policy_of_plan(folder: str) -> tuple[Any, str]:
+    """The policy of a training plan. Figures know one recipe for all products, a plan one for each."""
+    from bitwright.plan.training_folder import load_training_plan
+    from bitwright.training.planning.training_plan import policy_of_plan
+
+    plan = load_training_plan(folder)
+    found = policy_of_plan(plan)
+    reason = f"by the plan '{folder}' for {plan.model.name}"
+    if found.high:
+        reason += f"; {spell_count(len(found.high), 'product')} of it in {found.policy.compute} counted like the others"
+    return found.policy, reason
 
 
 def _one_of(option: str, value: str, known: tuple[str, ...]) -> str:
@@ -251,6 +287,8 @@ def _print(
 
 def _spell_sharding(sharding: Sharding) -> str:
     text = f"{sharding.num_gpus}, ZeRO {sharding.zero}"
+    if sharding.zero and sharding.data_parallel == 1:
+        text += ", which divides nothing: no other GPU holds the same (give more --gpus)"
     if sharding.tensor_parallel > 1:
         text += f", every matrix over {sharding.tensor_parallel}"
         text += " (tokens of norms too)" * sharding.is_sequence_parallel
@@ -294,11 +332,12 @@ def _changes(question: _Question) -> Iterator[tuple[str, _Question]]:
         yield f"--gpus {gpus} --zero 3 --recompute full", replace(recomputed, sharding=shared)
 
 
-def _facts(question: _Question, found: TrainingMemory, device: Device | None) -> dict[str, object]:
+def _facts(question: _Question, found: TrainingMemory, device: Device | None, policy_reason: str) -> dict[str, object]:
     facts: dict[str, object] = {
         "model": question.shape.name,
         "parameters": question.shape.num_parameters,
         "policy": question.policy.name,
+        "policy_reason": policy_reason,
         "lines": [
             {"name": line.name, "bytes": line.num_bytes, "how": line.formula, "alive": list(line.alive)}
             for line in found.lines
