@@ -156,3 +156,14 @@ def test_a_copy_of_a_model_is_free() -> None:
     twin = copy.deepcopy(model)
     prepare(twin, sgd(twin), policy="bf16-mixed").close()
     run.close()
+
+
+def test_gradients_that_no_step_has_made() -> None:
+    """They were never multiplied by the loss scale, and would be divided by it."""
+    run = new_run()
+    loss_of(run).backward()
+    with pytest.raises(TrainingError, match="gradients are there before"), run.step() as step:
+        step.backward(loss_of(run))
+    with run.step() as step:
+        step.backward(loss_of(run))
+    assert run.counters.updates == 1

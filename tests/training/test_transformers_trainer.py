@@ -205,6 +205,7 @@ def test_training_twice(policy: str, make_tiny_model: Callable[..., Any], tmp_pa
     assert len(before) == 6 and logged(trainer)[0] < before[0]
     (callback,) = (found for found in trainer.callback_handler.callbacks if isinstance(found, PolicyCallback))
     assert callback.run is not None and callback.run.counters.updates == 6
+    assert callback.run.counters.micro_batches == 12  # two a step
 
 
 def test_two_precisions_at_once_are_refused(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:

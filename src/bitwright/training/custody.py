@@ -94,6 +94,19 @@ class Custody:
 
         vars(self._optimizer)["zero_grad"] = zero_grad_unless_they_wait
 
+    def expect_gradients(self, first: nn.Parameter) -> None:
+        """Before a backward pass of the run: the first of a step finds none.
+
+        Args:
+            first: of the parameters that the optimizer holds; looking at all would cost more than it finds.
+        """
+        if not self.has_gradients and first.grad is not None:
+            raise TrainingError(
+                "gradients are there before the first backward pass of a step, from a loss.backward() outside: they "
+                "were not scaled; call model.zero_grad() after it"
+            )
+        self.has_gradients = True
+
     @contextmanager
     def updating(self) -> Iterator[None]:
         """The update of the run itself."""

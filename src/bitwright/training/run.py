@@ -142,8 +142,12 @@ class TrainingRun:
     def _differentiate(self, loss: Tensor) -> None:
         if self.pending and not self._watch.is_sharded:  # FSDP keeps those of a micro-batch elsewhere
             raise_if_gradients_are_gone(self._named, self.pending, self.accumulate)
+        self._add_up(loss)
         self._losses.append(loss.detach())
-        self.custody.has_gradients = True
+
+    def _add_up(self, loss: Tensor) -> None:
+        """Scale a loss, and add its gradients to those that are there."""
+        self.custody.expect_gradients(self._named[0][1])
         loss = as_fp32(loss)
         if self.accumulate > 1:
             loss = loss / self.accumulate

@@ -18,7 +18,7 @@ from torch import Tensor
 from bitwright.training.forward.forward_region import forward_region, step_region
 from bitwright.training.gradients import GradientCheck
 from bitwright.training.run import TrainingRun
-from bitwright.training.step import Step, StepResult, as_fp32
+from bitwright.training.step import Step, StepResult
 
 
 class LoopDriver:
@@ -50,7 +50,7 @@ class LoopDriver:
             self._step.backward(loss)
             return
         with step_region(self.run.policy.compute, self.run.device_type):
-            (as_fp32(loss) * (1.0 if self.run.scale is None else self.run.scale)).backward()
+            self.run._add_up(loss)
 
     def settle(self) -> GradientCheck | None:
         """Unscale, check and clip the gradients of the step that `backward` completed; None: there was none."""
@@ -59,7 +59,8 @@ class LoopDriver:
     def finish(self) -> StepResult | None:
         """End the step that `backward` completed; None: there was none."""
         step, self._step = self._step, None
-        if step is None:
+        if step is None:  # of a step's last micro-batch there is no loss: its others are not a step
+            self.run._drop()
             return None
         step.__exit__(None, None, None)
         return step.result
