@@ -21,6 +21,7 @@ from bitwright.training.forward.islands import NARROW_DTYPES
 from bitwright.training.forward.named_islands import is_router, island_parameters
 from bitwright.training.gradients import raise_if_scaled_elsewhere
 from bitwright.training.optimizer.elementwise import why_not_elementwise
+from bitwright.training.optimizer.remainder import leave_remainder
 from bitwright.training.optimizer.stand_ins import why_not_update
 from bitwright.training.optimizer.update import UPDATES
 from bitwright.training.policy import Policy
@@ -163,8 +164,9 @@ def cast_parameters(model: nn.Module, policy: Policy) -> str | None:
     """Bring parameters to the formats of a policy, in place; returns what was done, None if nothing.
 
     Trained parameters become `policy.parameters`. Norms and routers are fp32 where anything is computed in 16 bits:
-    those that are trained, and routers in any case. Call it before a model is spread over ranks; `prepare` calls it
-    too.
+    those that are trained, and routers in any case. Under an update rule that keeps what rounding takes away, what this
+    cast takes away is kept as well: it waits at the parameter for its optimizer (`optimizer/remainder.py`).
+    Call it before a model is spread over ranks; `prepare` calls it too.
 
     Raises:
         TrainingError: a parameter is spread over ranks already, in another format.
@@ -190,7 +192,9 @@ def cast_parameters(model: nn.Module, policy: Policy) -> str | None:
         due.append((parameter, wanted))
     for parameter, wanted in due:
         parameter.grad = None
-        parameter.data = parameter.data.to(wanted)
+        exact, parameter.data = parameter.data, parameter.data.to(wanted)
+        if UPDATES[policy.update].is_compensated and wanted in NARROW_DTYPES:
+            leave_remainder(parameter, exact)
     return _say(due)
 
 

@@ -36,6 +36,7 @@ from bitwright.training.optimizer.elementwise import why_not_elementwise
 from bitwright.training.optimizer.moment_store import COMPENSATION, MomentStore, load_exactly, promote_counters
 from bitwright.training.optimizer.moments import MOMENT_DTYPES, round_values
 from bitwright.training.optimizer.pieces import BATCH_ELEMENTS, Piece, cut
+from bitwright.training.optimizer.remainder import take_up
 from bitwright.training.optimizer.swallowed import Swallowed
 from bitwright.training.optimizer.swallowed_steps import BatchBefore, count_decay
 from bitwright.training.optimizer.update import UPDATES, UpdateRule
@@ -134,6 +135,7 @@ class Update:
         self._store = MomentStore(optimizer, moments, rule.moment_rounding, self._draws)
         self._counts: dict[str, Swallowed] | None = {} if counts else None
         self._undo: Callable[[], None] | None = None if self.is_plain else load_exactly(optimizer)
+        take_up(optimizer, is_compensated=rule.is_compensated)
 
     @property
     def is_plain(self) -> bool:

@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bitwright.catalog import nearest_name_hint
 from bitwright.errors import TrainingError, UnknownName
+from bitwright.training.optimizer.remainder import hand_on, waiting_remainders
 from bitwright.training.processes.ranks import Ranks
 from bitwright.training.processes.replicated import Replicated
 
@@ -121,10 +122,12 @@ def _shard(model: nn.Module, ranks: Ranks, *, is_narrow: bool) -> None:
     options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (ranks.world_size,))}
     if is_narrow:
         options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    remainders = waiting_remainders(model.named_parameters())
     for layer in (*_outermost_layers(model), model):
         for module in _of_other_dtype(layer):  # a piece is of one dtype: norms beside bf16 weights are their own
             fully_shard(module, **options)
         fully_shard(layer, **options)
+    hand_on(remainders, model.named_parameters())
 
 
 def _of_other_dtype(layer: nn.Module) -> list[nn.Module]:
