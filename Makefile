@@ -34,7 +34,12 @@ benchmark: $(VENV)/installed-tests
 	$(BIN)/python benchmarks/quantize.py
 	$(BIN)/python benchmarks/exhaustive.py
 	$(BIN)/python benchmarks/optimize.py all
+	$(BIN)/python benchmarks/estimators.py
 	$(BIN)/python benchmarks/inference.py all
+	$(BIN)/python benchmarks/collective_accuracy.py
+	$(BIN)/python benchmarks/comm_accuracy.py
+	$(BIN)/python benchmarks/wire_error.py
+	for name in three_am swallowed_updates parity choice cost products lora; do $(BIN)/python benchmarks/training/$$name.py || exit; done
 
 # The constraints pin the CPU build of torch here: on a machine with a GPU, PYTHON names one that has torch for it.
 gpu-check:
