@@ -116,6 +116,10 @@ class DelayedScaling:
         self.history.copy_(torch.roll(self.history, -1, dims=0))
         self.history[0] = 0.0
 
+    def restart_step(self) -> None:
+        """Forget the amaxes of a step that is given up."""
+        self.history[0] = 0.0
+
     def state_dict(self) -> dict[str, Tensor]:
         """What a checkpoint needs: history and inverse scales, as copies."""
         return {"history": self.history.clone(), "inv_scale": self.inv_scale.clone()}

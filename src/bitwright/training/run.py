@@ -91,6 +91,7 @@ class TrainingRun:
     def __post_init__(self) -> None:
         if self.policy.loss_scale is not None:
             self.scaler = LossScaler(self.policy.loss_scale)
+        self._set_in_step(False)
         self._watch = ParameterWatch(self.model, self.optimizer)
         self._named = self._watch.held
         self._reduction = Reduction(sum=self.ranks.sum_of, max=self.ranks.max) if self._watch.is_sharded else None
@@ -128,9 +129,16 @@ class TrainingRun:
             raise TrainingError("a step was opened inside another one; end the first block before the second begins")
         self._watch.raise_if_changed(self.counters.steps)
         self._step = step
+        self._set_in_step(True)
 
     def _close(self) -> None:
         self._step = None
+        self._set_in_step(False)
+
+    def _set_in_step(self, is_in_step: bool) -> None:
+        """Products learn from what is computed inside a step."""
+        if self.products is not None:
+            self.products.set_in_step(is_in_step)
 
     def _announce_micro_batch(self) -> None:
         """Before a forward pass: only the last micro-batch of a step exchanges gradients between ranks."""

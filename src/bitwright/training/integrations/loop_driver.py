@@ -11,7 +11,8 @@ have fewer), so gradients are only added up here, and the run sees a step of one
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -33,9 +34,11 @@ class LoopDriver:
         self.run = run
         self._step: Step | None = None
 
-    def forward(self) -> AbstractContextManager[object]:
-        """The region of a forward pass, of training or evaluation."""
-        return forward_region(self.run.policy.compute, self.run.device_type)
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The region of a forward pass, of training (with gradients) or evaluation (without)."""
+        with self._in_step(), forward_region(self.run.policy.compute, self.run.device_type):
+            yield
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Add up the gradients of one micro-batch.
@@ -49,8 +52,17 @@ class LoopDriver:
             self._step.__enter__()
             self._step.backward(loss)
             return
-        with step_region(self.run.policy.compute, self.run.device_type):
+        with self._in_step(), step_region(self.run.policy.compute, self.run.device_type):
             self.run._add_up(loss)
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """A part of a step that the run knows of once its last micro-batch is there."""
+        self.run._set_in_step(True)
+        try:
+            yield
+        finally:
+            self.run._set_in_step(self._step is not None)
 
     def settle(self) -> GradientCheck | None:
         """Unscale, check and clip the gradients of the step that `backward` completed; None: there was none."""

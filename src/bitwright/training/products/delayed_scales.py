@@ -64,6 +64,8 @@ class DelayedScales:
             self._columns[name] = Column(kind, len(names))
             names.append(name)
         self._states = {kind: _new_state(kind, len(names), reduce_amax, device) for kind, names in self._names.items()}
+        #: Whether anything was recorded in this step.
+        self._has_recorded = False
         #: False once every operand was seen: whether it was is not asked any more then.
         self._is_open = True
 
@@ -91,6 +93,7 @@ class DelayedScales:
     def record(self, name: str, amax: Tensor) -> None:
         """Let the scales of later steps know the largest magnitude of an operand."""
         column = self._columns[name]
+        self._has_recorded = True
         self._state(column, amax.device).record(amax, column.index)
 
     def agree(self, name: str, other: str) -> bool:
@@ -107,8 +110,16 @@ class DelayedScales:
         """Find new scales from what was recorded, and move the histories on."""
         for state in self._states.values():
             state.update()
+        self._has_recorded = False
         if self._is_open:
             self._is_open = any(bool(state.inv_scale.isnan().any()) for state in self._states.values())
+
+    def restart_step(self) -> None:
+        """Forget what was recorded since the last step."""
+        if self._has_recorded:
+            for state in self._states.values():
+                state.restart_step()
+        self._has_recorded = False
 
     def state_dict(self) -> dict[str, Any]:
         """Histories, scales and the names of their columns."""
@@ -130,7 +141,7 @@ class DelayedScales:
                 raise TrainingError(_difference(spelled, ours, theirs))
         for kind in self._names:
             self._states[kind].load_state_dict(state[_spell(kind)])
-        self._is_open = True
+        self._is_open, self._has_recorded = True, False
 
     @staticmethod
     def _or_current(inv_scale: Tensor, x: Tensor, format_name: str) -> Tensor:

@@ -144,7 +144,8 @@ class LinearProducts(torch.autograd.Function):
                 dw = products.multiply(first, second, ctx.weight_dtype)
             if ctx.needs_input_grad[2]:
                 db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        place.layer.num_backward += 1
+        if operands.is_in_step:
+            place.layer.num_backward += 1
         return dx, dw, db, None, None, None
 
 

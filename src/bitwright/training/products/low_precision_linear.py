@@ -74,14 +74,19 @@ class InstalledProducts:
         """A row for every layer that `install` was told of."""
         return self._rows
 
+    def set_in_step(self, is_in_step: bool) -> None:
+        """Say whether what comes is part of a step; outside of one nothing is learned. It is, until it is said."""
+        self._operands.is_in_step = is_in_step
+
     def end_step(self) -> None:
         """End an optimizer step, updated or skipped: delayed scales and random draws move on."""
         self._operands.end_step()
         self.restart_step()
 
     def restart_step(self) -> None:
-        """Forget the backward passes of a step that was given up: what is drawn next is what its first one drew."""
+        """Forget a step that was given up: what is drawn next is what its first backward pass drew, and its amaxes."""
         self._in_use.forget()
+        self._operands.restart_step()
         for layer in self._layers.values():
             layer.num_backward = 0
 

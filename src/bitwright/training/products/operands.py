@@ -104,6 +104,8 @@ class Operands:
         device: torch.device | str = "cpu",
     ) -> None:
         self.products = products
+        #: Whether a step is open: scales and draws take note of what is computed in steps alone.
+        self.is_in_step = True
         self.draws = Draws(seed)
         self.lost: dict[tuple[str, str], LostNumbers] = {}
         self._rules = recipe.operands
@@ -142,17 +144,18 @@ class Operands:
             is_again: it was written in this step already, and is not counted again.
         """
         rule = self._rules[operand]
+        records = records and self.is_in_step and not is_again
         counts = self._counts_lost and not is_again
         lies_transposed = not x_RS.is_contiguous() and x_RS.t().is_contiguous()
         if lies_transposed and rule.is_same_from_both_sides and not rule.is_stochastic:
-            written = self._write(layer, operand, rule, x_RS.t(), records and not is_again, counts)
+            written = self._write(layer, operand, rule, x_RS.t(), records, counts)
             return Written(
                 layer=layer,
                 operand=self.products.transposed(written.operand),
                 amax=written.amax,
                 lost=written.lost,
             )
-        return self._write(layer, operand, rule, x_RS, records and not is_again, counts)
+        return self._write(layer, operand, rule, x_RS, records, counts)
 
     def write_again(self, layer: Layer, operand: str, before: Written, *, records: bool = True) -> Any | None:
         """The operand of another layer with the same matrix, where it is the same; None where it is not.
@@ -166,7 +169,7 @@ class Operands:
             name, other = _key(layer.name, operand), _key(before.layer.name, operand)
             if not self.delayed.agree(name, other):
                 return None
-            if records and before.amax is not None:
+            if records and self.is_in_step and before.amax is not None:
                 self.delayed.record(name, before.amax)
         if before.lost is not None:
             self._count(layer, operand, before.lost)
@@ -176,6 +179,10 @@ class Operands:
         """Move delayed scales and draws on."""
         self.delayed.end_step()
         self.draws.advance()
+
+    def restart_step(self) -> None:
+        """Forget what delayed scales have seen in a step that is given up."""
+        self.delayed.restart_step()
 
     def _write(
         self, layer: Layer, operand: str, rule: OperandRule, x_RS: Tensor, records: bool, counts: bool

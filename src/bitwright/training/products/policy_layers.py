@@ -53,13 +53,18 @@ class PolicyLayers:
             *(f"{_layers(number)} in {compute}: {reason}" for reason, number in high.items()),
         )
 
+    def set_in_step(self, is_in_step: bool) -> None:
+        """Say whether what comes is part of a step; see `InstalledProducts`."""
+        for installed in self.installed:
+            installed.set_in_step(is_in_step)
+
     def end_step(self) -> None:
         """End an optimizer step, updated or skipped."""
         for installed in self.installed:
             installed.end_step()
 
     def restart_step(self) -> None:
-        """Forget the backward passes of a step that was given up."""
+        """Forget a step that was given up."""
         for installed in self.installed:
             installed.restart_step()
 
