@@ -53,5 +53,6 @@ def take_up(optimizer: Any, *, is_compensated: bool) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             remainder = vars(parameter).pop(_WAITING, None)
-            if remainder is not None and is_compensated:
+            is_known = COMPENSATION in optimizer.state.get(parameter, {})  # loaded before: a Trainer that resumes
+            if remainder is not None and is_compensated and not is_known:
                 optimizer.state[parameter][COMPENSATION] = remainder
