@@ -286,6 +286,23 @@ def test_other_data_or_products_leave_everything_as_it_is(
     assert everything(run, data) == before
 
 
+class OtherRankFails(Ranks):
+    """A group in which the second process cannot read its files."""
+
+    def gather(self, fact: Any) -> list[Any]:
+        return [fact, TrainingError("'saved/rank-1.json' has other bytes than were written")]
+
+
+def test_what_one_rank_cannot_read_no_rank_loads(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run, data = new_run(make_tiny_model, "fp16-mixed"), Batches(random_rows(), batch=2)
+    saved = save_checkpoint(tmp_path / "saved", run, step=0, data=data)
+    take_steps(run, data, 1)
+    before = everything(run, data)
+    with pytest.raises(TrainingError, match=r"rank-1\.json' has other bytes"):
+        load_checkpoint(saved, run, data=data, ranks=OtherRankFails())
+    assert everything(run, data) == before
+
+
 def test_another_class_of_optimizer_or_scheduler_is_told(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     run = new_run(make_tiny_model, "fp32")
     saved = save_checkpoint(tmp_path / "saved", run, step=0)
