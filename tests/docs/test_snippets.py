@@ -30,8 +30,8 @@ from bitwright.quantize.scheme import Scheme
 ROOT = Path(__file__).parents[2]
 SNIPPETS = ROOT / "docs" / "snippets"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-#: Modules that a reader would put into the package; not for running by themselves.
-EXTENSIONS = {"new_scheme.py"}
+#: Modules that a reader would put into a package; not for running by themselves.
+EXTENSIONS = {"new_scheme.py", "train_loop.py"}
 #: What reads a folder that the commands of its page have written: run after them, in a process of its own.
 READERS = {"load_exported.py"}
 EXPORT_PAGES = ("exporting", "importing")
@@ -193,3 +193,17 @@ def test_contributing_names_every_plug_in_folder() -> None:
     assert [
         name for name, constant in scanned if f"`{name.replace('.', '/')}/" not in guide or constant not in guide
     ] == []
+
+
+def test_the_loop_of_the_readme_trains() -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    train = runpy.run_path(str(SNIPPETS / "train_loop.py"))["train"]
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+    before = model.lm_head.weight.detach().clone()
+    ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    counters = train(model, optimizer, [{"input_ids": ids, "labels": ids}] * 3)
+    assert counters.updates == 3 and not torch.equal(before, model.lm_head.weight)
