@@ -18,6 +18,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "bitwright"
 ORDER = (
     "errors",
     "catalog",
+    "fact_file",
     "lazy_page",
     "formats",
     "hardware",

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from pathlib import Path
 from typing import Annotated
 
@@ -34,6 +33,7 @@ from bitwright.catalog import FileCatalog, nearest_name_hint
 from bitwright.comms.topology import Curve, Level, Medium, Topology
 from bitwright.comms.wire_bytes import BUS_FACTORS, WIRE_FORMS
 from bitwright.errors import CommsError
+from bitwright.fact_file import field_of, parse_facts, read_content
 from bitwright.hardware.device import Certainty
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -84,26 +84,12 @@ def read_topology_file(path: str | Path) -> Topology:
             named.
         UnknownName: no device has the name of `device`.
     """
-    path = Path(path)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise CommsError(
-            f"topology file '{path}' cannot be read ({error.strerror}); give the path of a .toml file"
-        ) from error
-    return parse_topology(content, str(path))
+    return parse_topology(read_content(path, kind="topology", error=CommsError), str(path))
 
 
 def parse_topology(content: bytes, file: str) -> Topology:
     """Return the topology of a file's content, all members of each level in it; raises as `read_topology_file`."""
-    try:
-        data = tomllib.loads(content.decode("utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise CommsError(f"topology file '{file}' is no TOML ({error}); correct it at that place") from error
-    try:
-        fields = _TopologyFile.model_validate(data)
-    except ValidationError as error:
-        raise CommsError(_describe(error, file)) from error
+    fields = parse_facts(content, file, _TopologyFile, kind="topology", error=CommsError, describe=_describe)
     levels = tuple(_level(section, f"levels.{index}", file) for index, section in enumerate(fields.levels))
     device = None if fields.device is None else hardware.get(fields.device)
     return Topology(
@@ -156,7 +142,7 @@ def _level(section: _LevelSection, where: str, file: str) -> Level:
 
 def _describe(error: ValidationError, file: str) -> str:
     first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"])
+    field = field_of(first)
     if first["type"] == "missing":
         return f"topology file '{file}' lacks {field}; add it (links of every level need rate, medium and source)"
     return f"topology file '{file}': {field}: {first['msg'][0].lower()}{first['msg'][1:]}; correct that field"

@@ -7,7 +7,6 @@ formats without a rate are `HardwareError`s. What the fields mean stands at the 
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from bitwright import formats
 from bitwright.catalog import nearest_name_hint
 from bitwright.errors import HardwareError
+from bitwright.fact_file import field_of, parse_facts, read_content
 from bitwright.hardware.device import Certainty, Device, Kind, Link, MatmulRule
 
 #: What a device may be called.
@@ -104,26 +104,12 @@ def read_device_file(path: str | Path) -> Device:
         HardwareError: the file is missing or no TOML, a field is missing, unknown, or impossible, or a rate is given
             for an unknown format. The message names the file and the field.
     """
-    path = Path(path)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise HardwareError(
-            f"device file '{path}' cannot be read ({error.strerror}); give the path of a .toml file"
-        ) from error
-    return parse_device(content, str(path))
+    return parse_device(read_content(path, kind="device", error=HardwareError), str(path))
 
 
 def parse_device(content: bytes, file: str) -> Device:
     """Return the device of a file's content; `file` is what errors call it. Raises as `read_device_file` does."""
-    try:
-        data = tomllib.loads(content.decode("utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise HardwareError(f"device file '{file}' is no TOML ({error}); correct it at that place") from error
-    try:
-        fields = _DeviceFile.model_validate(data)
-    except ValidationError as error:
-        raise HardwareError(_describe(error, file)) from error
+    fields = parse_facts(content, file, _DeviceFile, kind="device", error=HardwareError, describe=_describe)
     _raise_if_no_or_unknown_format(fields.matmul_tflops, "matmul_tflops", file)
     sections: dict[str, _MemorySection | _RatesSection] = {
         "memory": fields.memory,
@@ -251,7 +237,7 @@ def _to_rule(rule: _MatmulRuleSection) -> MatmulRule:
 def _describe(error: ValidationError, file: str) -> str:
     """Say the first finding in full, and name the fields of the others."""
     first, *others = error.errors()
-    field = ".".join(str(part) for part in first["loc"])
+    field = field_of(first)
     if first["type"] == "missing":
         text = (
             f"device file '{file}': field '{field}' is missing; add it (or copy a file of hardware/devices as a start)"
@@ -263,7 +249,5 @@ def _describe(error: ValidationError, file: str) -> str:
         rule = first["msg"].removeprefix("Input ").strip()
         text = f"device file '{file}': field '{field}' is {first['input']!r} but {rule}; correct it"
     if others:
-        text += "; also wrong: " + ", ".join(
-            "'" + ".".join(str(part) for part in other["loc"]) + "'" for other in others
-        )
+        text += "; also wrong: " + ", ".join(f"'{field_of(other)}'" for other in others)
     return text

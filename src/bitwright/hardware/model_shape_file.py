@@ -9,14 +9,14 @@ source, certainty       # where the sizes can be looked up; "read" there, or "re
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from bitwright.catalog import FileCatalog
 from bitwright.errors import HardwareError
+from bitwright.fact_file import parse_facts
 from bitwright.hardware.device import Certainty
 from bitwright.hardware.model_shape import Biases, ModelShape, Norm, shape_from_sizes
 
@@ -66,14 +66,7 @@ def parse_model(content: bytes, file: str) -> KnownModel:
     Raises:
         HardwareError: no TOML, or a field is missing, unknown or impossible.
     """
-    try:
-        fields = _ShapeFile.model_validate(tomllib.loads(content.decode("utf-8")))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise HardwareError(f"model file '{file}' is no TOML ({error}); correct it at that place") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise HardwareError(f"model file '{file}': field '{field}': {first['msg']}; correct it") from error
+    fields = parse_facts(content, file, _ShapeFile, kind="model", error=HardwareError)
     sizes = fields.model_dump(exclude={"aliases", "published_parameters", "source", "certainty"})
     return KnownModel(
         name=fields.name,

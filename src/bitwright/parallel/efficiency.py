@@ -21,17 +21,17 @@ device without a file takes the `DEFAULT` record, whose shares lie between those
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from bitwright.catalog import FileCatalog
 from bitwright.errors import HardwareError
+from bitwright.fact_file import parse_facts, read_content
 from bitwright.hardware.device import Certainty, Device
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -119,14 +119,7 @@ def parse_efficiency(content: bytes, file: str) -> Efficiency:
     Raises:
         HardwareError: no TOML, or a field is missing, unknown or impossible.
     """
-    try:
-        fields = _EfficiencyFile.model_validate(tomllib.loads(content.decode("utf-8")))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise HardwareError(f"efficiency file '{file}' is no TOML ({error}); correct it at that place") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise HardwareError(f"efficiency file '{file}': field '{field}': {first['msg']}; correct it") from error
+    fields = parse_facts(content, file, _EfficiencyFile, kind="efficiency", error=HardwareError)
     return Efficiency(
         name=fields.device,
         num_units=fields.num_units,
@@ -164,13 +157,7 @@ def read_efficiency_file(path: str | Path) -> Efficiency:
     Raises:
         HardwareError: the file cannot be read, or as `parse_efficiency`.
     """
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise HardwareError(
-            f"efficiency file '{path}' cannot be read ({error.strerror}); give the path of a .toml file"
-        ) from error
-    return parse_efficiency(content, str(path))
+    return parse_efficiency(read_content(path, kind="efficiency", error=HardwareError), str(path))
 
 
 def efficiency_of(device: Device) -> tuple[Efficiency, str]:

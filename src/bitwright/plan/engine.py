@@ -23,15 +23,15 @@ The records are frozen pydantic models, since the file is their only maker. `eng
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from bitwright import formats
 from bitwright.catalog import FileCatalog, nearest_name_hint
 from bitwright.errors import PlanError
+from bitwright.fact_file import parse_facts
 from bitwright.hardware.device import Kind
 
 Certainty = Literal["read", "recalled", "derived", "measured"]
@@ -193,14 +193,7 @@ def read_engine(text: str, file: str) -> Engine:
     Raises:
         PlanError: no TOML, or a field is missing, unknown or impossible; the message names file and field.
     """
-    try:
-        return Engine.model_validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"engine file '{file}' is no TOML ({error}); correct it at that place") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise PlanError(f"engine file '{file}': field '{field}': {first['msg']}; correct it") from error
+    return parse_facts(text.encode("utf-8"), file, Engine, kind="engine", error=PlanError)
 
 
 def read_engine_file(path: str | Path) -> Engine:
