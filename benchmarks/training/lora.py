@@ -25,16 +25,14 @@ import statistics
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from live_bytes import LiveBytes
 from points import Points, arguments_of
 from small_runs import Setup, _text, batches, build
-from torch import Tensor, UntypedStorage, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
 
 from bitwright.hardware.memory.training import training_memory
 from bitwright.models.shape import model_shape
@@ -57,34 +55,6 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any] | None]] = {
     "adapters on fp8_w": ("bf16-mixed", {"base": "fp8_w"}),
     "adapters on int4_g128": ("bf16-mixed", {"base": "int4_g128"}),
 }
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operations made and that are still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {arg.untyped_storage()._cdata for arg in tree_leaves((args, kwargs)) if isinstance(arg, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in inputs:
-                self._watch(tensor.untyped_storage())
-        return out
-
-    def _watch(self, storage: UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._sizes:
-            self._sizes[key] = size
-            self.live += size
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._forget, key)
-
-    def _forget(self, key: int) -> None:
-        self.live -= self._sizes.pop(key)
 
 
 def measure(name: str, setup: Setup) -> dict[str, Any]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from live_bytes import LiveBytes
 from torch import Tensor, UntypedStorage, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from bitwright.errors import HardwareError
@@ -224,35 +222,6 @@ def test_activations_are_what_autograd_keeps(make: Callable[[], Any], facts: dic
     per_token = 3 * layer_bits(shape, setup) + end_bits(shape, setup)
     predicted = 2 * 256 * per_token / 8 + logits + copies
     assert saved_bytes(model, run) == pytest.approx(predicted, rel=0.05)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operations made and that are still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {arg.untyped_storage()._cdata for arg in tree_leaves((args, kwargs)) if isinstance(arg, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in inputs:
-                self._watch(tensor.untyped_storage())
-        return out
-
-    def _watch(self, storage: UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._sizes:
-            return
-        self._sizes[key] = size
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, key)
-
-    def _forget(self, key: int) -> None:
-        self.live -= self._sizes.pop(key)
 
 
 @pytest.mark.parametrize("batch", [1, 8])

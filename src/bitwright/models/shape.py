@@ -13,6 +13,7 @@ of its config and of its sites.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,7 @@ def model_shape(model: nn.Module, *, name: str) -> ModelShape:
     Raises:
         ModelError: its config does not tell its sizes, or it has no sites.
     """
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    missing = [size for size in _SIZES if not isinstance(getattr(config, size, None), int)]
+    missing = missing_sizes(model)
     if missing:
         raise ModelError(
             f"the config of {name!r} does not tell {', '.join(missing)}, so its activations cannot be counted; pass a "
@@ -70,30 +69,54 @@ def model_shape(model: nn.Module, *, name: str) -> ModelShape:
         )
     sites = find_sites(model)
     linear = [site for site in sites if site.role not in ("embedding", "lm_head", "router")]
-    downs = [site.shape[1] for site in sites if site.role in ("mlp.down", "expert.down")]
-    layers, hidden, heads, vocabulary = (int(getattr(config, size)) for size in _SIZES)
     embedding, head = _ends(model, sites)
     linear_weights = sum(site.num_weights for site in linear)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return ModelShape(
         name=name,
-        num_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=max(downs, default=4 * hidden),
-        num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or hidden // heads,
-        vocab_size=vocabulary,
+        **decoder_sizes(model, sites),
         is_gated=any(site.role in ("mlp.gate", "expert.gate") for site in sites),
         norm="layer" if any(isinstance(module, nn.LayerNorm) for module in model.modules()) else "rms",
         num_qkv_matrices=_num_qkv_matrices(sites),
         num_experts=1 + max((site.expert for site in sites if site.expert is not None), default=0),
-        experts_per_token=getattr(config, "num_experts_per_tok", None) or 1,
+        experts_per_token=getattr(_text_config(model), "num_experts_per_tok", None) or 1,
         linear_weights=linear_weights,
         embedding_weights=embedding,
         head_weights=head,
         other_parameters=num_parameters - linear_weights - embedding - head,
     )
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def missing_sizes(model: nn.Module) -> list[str]:
+    """Sizes that none can do without and that the model's config does not tell."""
+    config = _text_config(model)
+    return [size for size in _SIZES if not isinstance(getattr(config, size, None), int)]
+
+
+def decoder_sizes(model: nn.Module, sites: Sequence[Site]) -> dict[str, int]:
+    """The sizes that activations, caches and times follow from, by the names that shapes have for them.
+
+    Args:
+        model: no size is missing (`missing_sizes`).
+        sites: its weight sites.
+    """
+    config = _text_config(model)
+    layers, hidden, heads, vocabulary = (int(getattr(config, size)) for size in _SIZES)
+    downs = [site.shape[1] for site in sites if site.role in ("mlp.down", "expert.down")]
+    return {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": max(downs, default=4 * hidden),
+        "num_heads": heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or hidden // heads,
+        "vocab_size": vocabulary,
+    }
 
 
 def _ends(model: nn.Module, sites: tuple[Site, ...]) -> tuple[int, int]:

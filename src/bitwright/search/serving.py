@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from bitwright.errors import BudgetError
 from bitwright.hardware import Device, memory, roofline
@@ -23,6 +22,7 @@ from bitwright.hardware.latency import visible_pairs
 from bitwright.hardware.memory import ServingMemory
 from bitwright.models import Site
 from bitwright.models.loaded import LoadedModel
+from bitwright.models.shape import decoder_sizes, missing_sizes
 from bitwright.models.value_sites import ValueSite
 from bitwright.plan import Workload
 from bitwright.quantize import VALUE_SCHEMES
@@ -36,9 +36,6 @@ VALUE_BITS = 16.0
 _PRODUCT_ROLES = frozenset({"attn.qk", "attn.pv"})
 #: Roles whose values never leave the chip, or are a few numbers a token.
 _FREE_ROLES = frozenset({"attn.softmax", "attn.softmax_sum", "router"})
-
-#: What configs call the sizes that none can do without.
-_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
 def value_amounts(site: ValueSite, choice: Candidate, device: Device | None, workload: Workload) -> dict[str, float]:
@@ -111,21 +108,9 @@ def memory_beside_sites(
 
 def decoder_shape(loaded: LoadedModel, sites: Sequence[Site]) -> DecoderShape | None:
     """The sizes that memory follows from, as the config names them; None where it does not."""
-    config: Any = getattr(loaded.model, "config", None)
-    if config is not None and hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    sizes = [getattr(config, name, None) for name in _SIZES]
-    if not all(isinstance(size, int) for size in sizes):
+    if missing_sizes(loaded.model):
         return None
-    layers, hidden, heads, vocabulary = (int(size) for size in sizes if size is not None)
-    downs = [site.shape[1] for site in sites if site.role in ("mlp.down", "expert.down")]
     return DecoderShape(
-        num_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=max(downs, default=4 * hidden),
-        num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or hidden // heads,
-        vocab_size=vocabulary,
+        **decoder_sizes(loaded.model, sites),
         active_weights=max(1, sum(site.num_weights for site in sites if site.expert is None)),
     )

@@ -94,6 +94,20 @@ class Encoder:
             ) from error
 
 
+def encoder_of(tokenizer: Any) -> Encoder:
+    """Return a model's tokenizer as tasks use it.
+
+    Raises:
+        DataError: the model has none.
+    """
+    if tokenizer is None:
+        raise DataError(
+            "text cannot be tokenised: the model has no tokenizer; put tokenizer.json beside its weights, or choose "
+            "another model"
+        )
+    return Encoder(tokenizer)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """One way of reading documents."""

@@ -27,7 +27,7 @@ from bitwright.errors import DataError
 from bitwright.search.deal import ONE_SOURCE_SHARES, Deal, deal_documents
 from bitwright.search.documents import Document, TextSource, is_sampled, read_source
 from bitwright.search.speaker import Speaker
-from bitwright.search.task import TASKS, Encoder, Piece, Task
+from bitwright.search.task import TASKS, Encoder, Piece, Task, encoder_of
 
 #: The fewest sequences over which an interval is worth quoting.
 MIN_EVALUATION_SEQUENCES = 64
@@ -128,7 +128,7 @@ def split_text(
         MissingExtra: a reader is not installed.
     """
     chosen_task = TASKS[task]
-    encoder = _encoder(tokenizer)
+    encoder = encoder_of(tokenizer)
     room = sequence_length - (len(encoder.prefix) if chosen_task.packed else 0)
     around = len(encoder.prefix) + len(encoder.suffix)
     for option, value, least in (
@@ -221,15 +221,6 @@ class _Amount:
     num_wanted: int
     #: Tokens that whole texts must come to beside that.
     num_tokens: int
-
-
-def _encoder(tokenizer: Any) -> Encoder:
-    if tokenizer is None:
-        raise DataError(
-            "text cannot be tokenised: the model has no tokenizer; put tokenizer.json beside its weights, or choose "
-            "another model"
-        )
-    return Encoder(tokenizer)
 
 
 def _collect(deal: Deal, encoder: Encoder, shape: _Shape, amount: _Amount, taken: set[bytes]) -> TextSet | None:

@@ -30,7 +30,7 @@ from torch import Tensor
 from bitwright.errors import DataError
 from bitwright.formats.philox import random_words
 from bitwright.search.documents import Document, is_sampled, read_source
-from bitwright.search.task import TASKS, Encoder, Task
+from bitwright.search.task import TASKS, Encoder, Task, encoder_of
 
 #: The label of a token that does not count in the loss (torch's `ignore_index`).
 IGNORED = -100
@@ -156,7 +156,7 @@ def make_token_rows(
     max_rows: int | None = None,
 ) -> TokenRows:
     """Tokenise documents; `source` is what errors call them. Arguments and errors: see `read_token_rows`."""
-    encoder = _encoder(tokenizer)
+    encoder = encoder_of(tokenizer)
     reading = TASKS[task]
     num_ids = vocabulary_size or encoder.vocabulary_size
     if sequence_length < len(encoder.prefix) + 2:
@@ -198,15 +198,6 @@ class _Row:
     ids: Tensor
     scored: Tensor
     padding: Tensor
-
-
-def _encoder(tokenizer: Any) -> Encoder:
-    if tokenizer is None:
-        raise DataError(
-            "text cannot be tokenised: the model has no tokenizer; put tokenizer.json beside its weights, or choose "
-            "another model"
-        )
-    return Encoder(tokenizer)
 
 
 def _rows(documents: Sequence[Document], encoder: Encoder, task: Task, sequence_length: int) -> Iterator[_Row]:
