@@ -6,7 +6,7 @@ What both verbs ask for is here: a model, a cluster, a batch, policies, and axes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +18,27 @@ if TYPE_CHECKING:
 
 #: Axes that --fix takes.
 AXES = ("tp", "pp", "cp", "ep", "zero", "micro_batch")
+
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A folder (its config.json is enough), a hub id, demo, or a name such as llama-3-70b."
+    ),
+]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAMExGPUSxNODES", help="h100x8x16: 16 nodes of 8 H100.", show_default=False),
+]
+GlobalBatchOption = Annotated[
+    int | None, typer.Option(min=1, help="Sequences of a step; default: 4 a GPU.", show_default=False)
+]
+SequenceOption = Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")]
+OptimizerOption = Annotated[str, typer.Option(metavar="NAME", help="adamw, sgd, lion, …")]
+HardwareOption = Annotated[
+    str | None,
+    typer.Option("--hardware", metavar="NAME|FILE", help="In place of the cluster's device.", show_default=False),
+]
 
 
 def parallel_command(context: typer.Context) -> None:

@@ -14,7 +14,15 @@ from rich.console import Console
 from rich.text import Text
 
 from bitwright.cli.output import write_json
-from bitwright.cli.parallel import read_request
+from bitwright.cli.parallel import (
+    ClusterOption,
+    GlobalBatchOption,
+    HardwareOption,
+    ModelArgument,
+    OptimizerOption,
+    SequenceOption,
+    read_request,
+)
 from bitwright.cli.table import new_console, new_table, print_rows, print_table
 from bitwright.report.units import spell_bytes, spell_count, spell_percent, spell_seconds
 
@@ -24,16 +32,8 @@ if TYPE_CHECKING:
 
 
 def plan_command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A folder (its config.json is enough), a hub id, demo, or a name such as llama-3-70b."
-        ),
-    ],
-    cluster: Annotated[
-        str | None,
-        typer.Option(metavar="NAMExGPUSxNODES", help="h100x8x16: 16 nodes of 8 H100.", show_default=False),
-    ] = None,
+    model: ModelArgument,
+    cluster: ClusterOption = None,
     cluster_file: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="A topology file of your own, as `comm fit` writes.", show_default=False),
@@ -42,15 +42,10 @@ def plan_command(
         list[str] | None,
         typer.Option(metavar="NAME", help="A training policy; repeat it to compare. Default: bf16-mixed."),
     ] = None,
-    global_batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of a step; default: 4 a GPU.", show_default=False)
-    ] = None,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 4096,
-    optimizer: Annotated[str, typer.Option(metavar="NAME", help="adamw, sgd, lion, …")] = "adamw",
-    hardware_name: Annotated[
-        str | None,
-        typer.Option("--hardware", metavar="NAME|FILE", help="In place of the cluster's device.", show_default=False),
-    ] = None,
+    global_batch: GlobalBatchOption = None,
+    seq: SequenceOption = 4096,
+    optimizer: OptimizerOption = "adamw",
+    hardware_name: HardwareOption = None,
     fix: Annotated[
         list[str] | None, typer.Option(metavar="AXIS=SIZE", help="Do not search an axis: tp=8, pp=1, zero=3 …")
     ] = None,

@@ -10,39 +10,34 @@ from typing import Annotated
 
 import typer
 
-from bitwright.cli.parallel import read_request
+from bitwright.cli.parallel import (
+    ClusterOption,
+    GlobalBatchOption,
+    HardwareOption,
+    ModelArgument,
+    OptimizerOption,
+    SequenceOption,
+    read_request,
+)
 from bitwright.cli.table import new_console, print_rows
 from bitwright.cli.usage import UsageMistake
 from bitwright.report.units import spell_bytes, spell_count, spell_seconds
 
 
 def timeline_command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A folder (its config.json is enough), a hub id, demo, or a name such as llama-3-70b."
-        ),
-    ],
+    model: ModelArgument,
     out: Annotated[
         list[Path], typer.Option(metavar="FILE", help="trace.json (Perfetto, Chrome) or timeline.svg; repeat it.")
     ],
-    cluster: Annotated[
-        str | None,
-        typer.Option(metavar="NAMExGPUSxNODES", help="h100x8x16: 16 nodes of 8 H100.", show_default=False),
-    ] = None,
+    cluster: ClusterOption = None,
     cluster_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="A topology file of your own.", show_default=False)
     ] = None,
     policy: Annotated[str, typer.Option(metavar="NAME", help="A training policy.")] = "bf16-mixed",
-    global_batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of a step; default: 4 a GPU.", show_default=False)
-    ] = None,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 4096,
-    optimizer: Annotated[str, typer.Option(metavar="NAME", help="adamw, sgd, lion, …")] = "adamw",
-    hardware_name: Annotated[
-        str | None,
-        typer.Option("--hardware", metavar="NAME|FILE", help="In place of the cluster's device.", show_default=False),
-    ] = None,
+    global_batch: GlobalBatchOption = None,
+    seq: SequenceOption = 4096,
+    optimizer: OptimizerOption = "adamw",
+    hardware_name: HardwareOption = None,
     fix: Annotated[
         list[str] | None, typer.Option(metavar="AXIS=SIZE", help="Draw this layout: tp=8, pp=4, zero=1 …")
     ] = None,

@@ -69,28 +69,32 @@ def _hierarchical(n: int, layout: Layout) -> Fraction:
     return 2 * Fraction(g - 1, g) + 2 * Fraction(k - 1, k) / g
 
 
-CLOSED_FORMS: dict[tuple[str, str], ClosedForm] = {
-    ("all_reduce", "ring"): ClosedForm(
-        num_steps=lambda n, layout: 2 * (n - 1),
+def _one_phase(num_steps: Callable[[int, Layout], int], spelled_steps: str) -> ClosedForm:
+    """Every rank sends all shards but its own, or all but one: a reduce-scatter, an all-gather, an all-to-all."""
+    return ClosedForm(
+        num_steps=num_steps,
+        total=_even(_phase),
+        busiest=_phase,
+        spelled_steps=spelled_steps,
+        spelled_busiest="(n − 1)/n · S",
+    )
+
+
+def _both_phases(num_steps: Callable[[int, Layout], int], spelled_steps: str) -> ClosedForm:
+    """A reduce-scatter, then an all-gather."""
+    return ClosedForm(
+        num_steps=num_steps,
         total=_even(_two_phases),
         busiest=_two_phases,
-        spelled_steps="2(n − 1)",
+        spelled_steps=spelled_steps,
         spelled_busiest="2(n − 1)/n · S",
-    ),
-    ("reduce_scatter", "ring"): ClosedForm(
-        num_steps=lambda n, layout: n - 1,
-        total=_even(_phase),
-        busiest=_phase,
-        spelled_steps="n − 1",
-        spelled_busiest="(n − 1)/n · S",
-    ),
-    ("all_gather", "ring"): ClosedForm(
-        num_steps=lambda n, layout: n - 1,
-        total=_even(_phase),
-        busiest=_phase,
-        spelled_steps="n − 1",
-        spelled_busiest="(n − 1)/n · S",
-    ),
+    )
+
+
+CLOSED_FORMS: dict[tuple[str, str], ClosedForm] = {
+    ("all_reduce", "ring"): _both_phases(lambda n, layout: 2 * (n - 1), "2(n − 1)"),
+    ("reduce_scatter", "ring"): _one_phase(lambda n, layout: n - 1, "n − 1"),
+    ("all_gather", "ring"): _one_phase(lambda n, layout: n - 1, "n − 1"),
     ("broadcast", "ring"): ClosedForm(
         num_steps=lambda n, layout: n - 2 + layout.num_segments,
         total=lambda n, layout: Fraction(n - 1),
@@ -119,27 +123,9 @@ CLOSED_FORMS: dict[tuple[str, str], ClosedForm] = {
         spelled_steps="log2 p, + 2 where n > p",
         spelled_busiest="log2 p · S, + S where n > p",
     ),
-    ("all_gather", "recursive_doubling"): ClosedForm(
-        num_steps=lambda n, layout: _log2_up(n),
-        total=_even(_phase),
-        busiest=_phase,
-        spelled_steps="⌈log2 n⌉",
-        spelled_busiest="(n − 1)/n · S",
-    ),
-    ("all_reduce", "halving_doubling"): ClosedForm(
-        num_steps=lambda n, layout: 2 * _log2_up(n),
-        total=_even(_two_phases),
-        busiest=_two_phases,
-        spelled_steps="2⌈log2 n⌉",
-        spelled_busiest="2(n − 1)/n · S",
-    ),
-    ("reduce_scatter", "halving_doubling"): ClosedForm(
-        num_steps=lambda n, layout: _log2_up(n),
-        total=_even(_phase),
-        busiest=_phase,
-        spelled_steps="⌈log2 n⌉",
-        spelled_busiest="(n − 1)/n · S",
-    ),
+    ("all_gather", "recursive_doubling"): _one_phase(lambda n, layout: _log2_up(n), "⌈log2 n⌉"),
+    ("all_reduce", "halving_doubling"): _both_phases(lambda n, layout: 2 * _log2_up(n), "2⌈log2 n⌉"),
+    ("reduce_scatter", "halving_doubling"): _one_phase(lambda n, layout: _log2_up(n), "⌈log2 n⌉"),
     ("all_reduce", "one_shot"): ClosedForm(
         num_steps=lambda n, layout: 1,
         total=lambda n, layout: Fraction(n * (n - 1)),
@@ -147,13 +133,7 @@ CLOSED_FORMS: dict[tuple[str, str], ClosedForm] = {
         spelled_steps="1",
         spelled_busiest="(n − 1) · S",
     ),
-    ("all_gather", "one_shot"): ClosedForm(
-        num_steps=lambda n, layout: 1,
-        total=_even(_phase),
-        busiest=_phase,
-        spelled_steps="1",
-        spelled_busiest="(n − 1)/n · S",
-    ),
+    ("all_gather", "one_shot"): _one_phase(lambda n, layout: 1, "1"),
     ("broadcast", "one_shot"): ClosedForm(
         num_steps=lambda n, layout: 1,
         total=lambda n, layout: Fraction(n - 1),
@@ -161,27 +141,9 @@ CLOSED_FORMS: dict[tuple[str, str], ClosedForm] = {
         spelled_steps="1",
         spelled_busiest="(n − 1) · S",
     ),
-    ("all_reduce", "two_shot"): ClosedForm(
-        num_steps=lambda n, layout: 2,
-        total=_even(_two_phases),
-        busiest=_two_phases,
-        spelled_steps="2",
-        spelled_busiest="2(n − 1)/n · S",
-    ),
-    ("reduce_scatter", "two_shot"): ClosedForm(
-        num_steps=lambda n, layout: 1,
-        total=_even(_phase),
-        busiest=_phase,
-        spelled_steps="1",
-        spelled_busiest="(n − 1)/n · S",
-    ),
-    ("all_to_all", "pairwise"): ClosedForm(
-        num_steps=lambda n, layout: n - 1,
-        total=_even(_phase),
-        busiest=_phase,
-        spelled_steps="n − 1",
-        spelled_busiest="(n − 1)/n · S",
-    ),
+    ("all_reduce", "two_shot"): _both_phases(lambda n, layout: 2, "2"),
+    ("reduce_scatter", "two_shot"): _one_phase(lambda n, layout: 1, "1"),
+    ("all_to_all", "pairwise"): _one_phase(lambda n, layout: n - 1, "n − 1"),
     ("send_recv", "direct"): ClosedForm(
         num_steps=lambda n, layout: 1,
         total=lambda n, layout: Fraction(1),
