@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -139,13 +140,20 @@ def search(folder: Path, model: Path, tokens: int, *, low_memory: bool = True) -
             "cache": cache,
             "low_memory": low_memory,
         }
-        load, begin = load_average(), time.perf_counter()
+        load, begin, used = load_average(), time.perf_counter(), processor_seconds()
         run = subprocess.run(
             [sys.executable, "-c", _SEARCH, json.dumps(arguments)], stdout=subprocess.PIPE, text=True, check=True
         )
-        wall = time.perf_counter() - begin
+        wall, used = time.perf_counter() - begin, processor_seconds() - used
     found = json.loads(run.stdout.splitlines()[-1])
-    return {"calibration_tokens": tokens, "wall_s": wall, "load_average_before": load, "date": now(), **found}
+    times = {"wall_s": wall, "processor_s": used, "load_average_before": load}
+    return {"calibration_tokens": tokens, **times, "date": now(), **found}
+
+
+def processor_seconds() -> float:
+    """What all processes that have ended took, in all threads: a machine that others use too does not change it much."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def read() -> dict[str, Any]:
@@ -160,7 +168,7 @@ def write(content: dict[str, Any]) -> None:
     what = (
         f"optimize with low_memory, {' and '.join(SCHEMES)} under rtn and gradient_aware, at most 6 bits, calibration "
         f"in sequences of {SEQUENCE_LENGTH}, {EVALUATION_SEQUENCES} x {SEQUENCE_LENGTH} repair and final tokens each; "
-        "times are those of a shared machine: see load_average_before"
+        "processor_s counts all threads; the other times are those of a shared machine, see load_average_before"
     )
     filed = {**content, "what": what, "machine": machine(("torch", "transformers", "numpy"))}
     (RESULTS / "scale.json").write_text(json.dumps(filed, indent=1) + "\n", encoding="utf-8")
@@ -192,7 +200,7 @@ def fit(pairs: list[tuple[float, float]]) -> tuple[float, float, float]:
 
 
 def plot() -> None:
-    """Time and peak memory over parameters, and over tokens, each with its straight line."""
+    """Processor time and peak memory over parameters, and over tokens, each with its straight line."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -210,7 +218,10 @@ def plot() -> None:
         )
     ):
         for row, (what, y_of) in enumerate(
-            (("minutes", lambda p: p["timings_s"]["total"] / 60), ("peak memory (GiB)", lambda p: p["peak_memory_gib"]))
+            (
+                ("processor minutes", lambda p: p["processor_s"] / 60),
+                ("peak memory (GiB)", lambda p: p["peak_memory_gib"]),
+            )
         ):
             axis = axes[row, column]
             pairs = [(x_of(point), y_of(point)) for point in points]
