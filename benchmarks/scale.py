@@ -151,7 +151,7 @@ def search(folder: Path, model: Path, tokens: int, *, low_memory: bool = True) -
 
 
 def processor_seconds() -> float:
-    """What all processes that have ended took, in all threads: a machine that others use too does not change it much."""
+    """Of all processes that have ended, in all threads: a machine that others use too changes it little."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
