@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from bitwright.plan import QUALITY_LIMITS, Budget, Limit
 from bitwright.search.price import Prices
 
-#: Limits on time are held against predictions, since nothing is run on the plan's hardware here.
-_PREDICTED = frozenset({"latency_sla_s", "min_tokens_per_s", "prefill_sla_s"})
+#: Limits that are held against predictions, since nothing is run on the plan's hardware here: times, and bytes on the
+#: device, of which activations and the runtime's workspace are estimates.
+_PREDICTED = frozenset({"latency_sla_s", "min_tokens_per_s", "prefill_sla_s", "device_memory_bytes"})
 #: What "memory" and "latency" make small.
 _OBJECTIVES = {"memory": "weight_bytes", "latency": "decode_s", "kl": "kl"}
 
@@ -125,7 +126,7 @@ def is_lower(name: str) -> bool:
 def judge(limits: Mapping[str, float], values: Mapping[str, float]) -> tuple[Limit, ...]:
     """Every limit beside its value: met by measurement, by prediction where nothing else can be had, or missed.
 
-    Bytes are counted exactly, which is measuring them.
+    Bytes of weights are counted exactly, which is measuring them; what else must fit on a device is predicted.
     """
     found = []
     for name, limit in limits.items():
