@@ -166,19 +166,6 @@ def test_a_limit_on_time_is_predicted_and_binds(load_tiny: Callable[..., LoadedM
     assert [site.scheme for site in rate.sites] == [site.scheme for site in plan.sites]
 
 
-def test_a_time_below_the_floor_is_refused_before_any_work(load_tiny: Callable[..., LoadedModel], prose: Path) -> None:
-    """The floor is no less than reading four and a half bits of every decoder weight at full bandwidth."""
-    loaded = load_tiny("llama")
-    weights = sum(s.num_weights for s in find_sites(loaded.model) if s.role not in ("embedding", "lm_head"))
-    device = hardware.get("h100")
-    floor = weights * 4.5 / 8 / (device.memory_gb_per_s * 1e9)
-    options = search_options(prose, hardware="h100")
-    with pytest.raises(BudgetError, match="the roofline's floor, with the fastest allowed choice"):
-        optimize(loaded, budget=Budget(latency_sla_s=floor), **options)
-    with pytest.raises(BudgetError, match=r"min_tokens_per_s of .* is out of reach on h100"):
-        optimize(loaded, budget=Budget(min_tokens_per_s=1 / floor), **options)
-
-
 def test_an_engine_leaves_its_reasons_in_the_plan(load_tiny: Callable[..., LoadedModel], prose: Path) -> None:
     plan = optimize(
         load_tiny("llama"),

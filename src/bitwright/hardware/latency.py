@@ -246,6 +246,17 @@ def latency_floor(
     kept_values = 2 * batch * shape.num_layers * context * shape.num_kv_heads * shape.head_dim
     moved_bytes = shape.active_weights * least_weight_bits / 8 + head_weights * least_head_bits / 8
     moved_bytes += kept_values * least_kv_bits / 8
+    return work_floor(device, flops=flops, moved_bytes=moved_bytes)
+
+
+def work_floor(device: Device, *, flops: float, moved_bytes: float) -> Floor:
+    """Return the least time of so much work: at the fastest rate of any format, or at peak bandwidth.
+
+    Args:
+        device: whose peaks count.
+        flops: operations of all multiplications.
+        moved_bytes: bytes of weights and caches, each once.
+    """
     fastest = max(device.matmul_tflops, key=lambda name: device.matmul_tflops[name])
     time = operation_time(device, flops={fastest: flops}, moved_bytes=moved_bytes)
     why = (

@@ -5,8 +5,8 @@ loosened limit, solved anew: exact, and with every other limit as it was. The us
 relaxation) is rejected: choices are whole, and the relaxation promises fractions of them.
 
 A request is out of reach if no assignment is predicted to keep all limits. Then each limit is told apart: the best that
-it could be alone, whatever the others say, and the best with all others kept. The best of a time alone is the floor of
-the roofline: what the fastest allowed choice of every site takes on this device.
+it could be alone, whatever the others say, and the best with all others kept. The best of a time alone is what the
+fastest allowed choice of every site takes on this device, at the rates that times are predicted with (`floor.py`).
 """
 
 from __future__ import annotations

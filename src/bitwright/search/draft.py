@@ -27,6 +27,7 @@ from bitwright.quantize import SCHEMES, VALUE_SCHEMES
 from bitwright.search.binding import study_limits
 from bitwright.search.candidate import Candidate
 from bitwright.search.explain import reason_for, why_kept
+from bitwright.search.floor import missed_at_rates
 from bitwright.search.learn import MIN_TOKENS, Learned
 from bitwright.search.mend import Mended
 from bitwright.search.price import AS_LOADED, Assignment, Prices, device_memory, predict_latency
@@ -110,6 +111,7 @@ def draft_plan(
         notes=(
             *_notes(subject, assignment, settings, mended.unreachable),
             *_few_tokens(learned),
+            *missed_at_rates(prices, subject.choices, settings.budget, problem.totals(assignment)),
             *mended.notes,
         ),
         versions=_versions(),

@@ -58,10 +58,9 @@ def value_amounts(site: ValueSite, choice: Candidate, device: Device | None, wor
         return {}
     if site.role in _PRODUCT_ROLES:
         compute, _ = roofline.compute_format(device, "bf16" if scheme is None else scheme.values.format)
-        per_pair = 2.0 * workload.batch * site.num_heads * site.head_dim
         return {
             step: roofline.operation_time(
-                device, flops={compute: per_pair * visible_pairs(queries, workload.context)}, moved_bytes=0, rates=RATES
+                device, flops={compute: product_operations(site, workload, queries)}, moved_bytes=0, rates=RATES
             ).seconds
             for step, queries in (("decode_s", 1), ("prefill_s", workload.context))
         }
@@ -70,6 +69,13 @@ def value_amounts(site: ValueSite, choice: Candidate, device: Device | None, wor
         "decode_s": roofline.read_time_s(device, moved, RATES),
         "prefill_s": roofline.read_time_s(device, moved * workload.context, RATES),
     }
+
+
+def product_operations(site: ValueSite, workload: Workload, query_tokens: int) -> float:
+    """Operations of q·k or of p·v for so many new tokens of each sequence; 0 without a context, and elsewhere."""
+    if workload.context is None or site.role not in _PRODUCT_ROLES:
+        return 0.0
+    return 2.0 * workload.batch * site.num_heads * site.head_dim * visible_pairs(query_tokens, workload.context)
 
 
 def memory_beside_sites(

@@ -13,13 +13,11 @@ from bitwright.models.loaded import LoadedModel
 from bitwright.models.norm_readers import find_factor_homes
 from bitwright.models.spool import OnDisk, Originals, Spool, output_head
 from bitwright.models.value_sites import ValueSite, find_value_sites
-from bitwright.plan import QUALITY_LIMITS, Budget
 from bitwright.search.cache import Cache, default_folder, open_cache
-from bitwright.search.candidate import Candidate
 from bitwright.search.choices import Choices, asks_for_homes, find_choices
-from bitwright.search.limits import quantity_of, sum_of, value_of
+from bitwright.search.floor import raise_if_below_floor
 from bitwright.search.output import Output, Reference, open_output, raise_if_not_measurable
-from bitwright.search.price import AS_LOADED, END_ROLES, KEPT_ROLES, AnySite, Prices, price_model
+from bitwright.search.price import END_ROLES, KEPT_ROLES, Prices, price_model
 from bitwright.search.progress import Progress
 from bitwright.search.settings import REFINEMENT_TEXT, Settings
 from bitwright.search.speaker import Speaker
@@ -170,40 +168,6 @@ def _price(loaded: LoadedModel, sites: Sequence[Site], settings: Settings) -> tu
     if not wanted:
         return prices, ()
     return prices, tuple(s for s in found if settings.value_roles is None or s.role in settings.value_roles)
-
-
-def raise_if_below_floor(prices: Prices, choices: Choices, budget: Budget) -> None:
-    """Refuse a limit on time that no choice can keep: it needs no statistics to know that.
-
-    The floor is what the fastest allowed choice of every site takes by the roofline of the device.
-
-    Raises:
-        BudgetError: the limit lies below the floor, which is stated.
-    """
-    floors = {
-        quantity: sum(
-            min(prices.amounts(site, c).get(quantity, 0.0) for c in _options(site, choices))
-            for site in prices.all_sites
-        )
-        for quantity in ("decode_s", "prefill_s")
-    }
-    for name, limit in budget.limits.items():
-        if name in QUALITY_LIMITS or quantity_of(name) not in floors:
-            continue
-        floor = floors[quantity_of(name)]
-        if sum_of(name, limit, prices) < floor:
-            device = "" if prices.device is None else f" on {prices.device.name}"
-            raise BudgetError(
-                f"{name} of {limit:g} is out of reach{device}: the roofline's floor, with the fastest allowed choice "
-                f"of every site, is {value_of(name, floor, prices):.4g}; do not ask for more, allow schemes with "
-                "fewer bits, or plan for a faster device"
-            )
-
-
-def _options(site: AnySite, choices: Choices) -> Sequence[Candidate]:
-    """What a site can come to; a value site may stay as it is."""
-    allowed = choices.candidates.get(site.name, ())
-    return (*allowed, AS_LOADED) if site.kind != "weight" or not allowed else allowed
 
 
 def _raise_if_too_long(loaded: LoadedModel, settings: Settings) -> None:
