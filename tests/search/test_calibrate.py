@@ -14,9 +14,11 @@ from torch import Tensor
 from bitwright.errors import ModelError
 from bitwright.models import find_sites
 from bitwright.models.linear_calls import matrices_of
+from bitwright.models.value_sites import find_value_sites
 from bitwright.search.calibrate import NUM_HEAD_TOKENS, NUM_UNROUNDED_TOKENS, Statistics, calibrate
 from bitwright.search.outputs.tokens import Tokens, draw
 from bitwright.search.text import TextSet
+from bitwright.search.value_observer import ValueObserver
 
 #: bf16 keeps 8 bits.
 BF16 = {"rtol": 2**-8, "atol": 1e-6}
@@ -247,6 +249,36 @@ def test_the_batch_that_overflows_is_named(make_tiny_model: Callable[..., Any]) 
     model.model.embed_tokens.weight[250] = torch.inf
     with pytest.raises(ModelError, match=r"input of model\.layers\.0\.self_attn\.q_proj\.weight .* 32 to 47"):
         collect(model, text)
+
+
+def values_of(model: Any, text: TextSet, role: str) -> None:
+    """The pass over values alone, as a search makes it where the scores of weights are known."""
+    value_sites = [site for site in find_value_sites(model) if site.role == role]
+    observer = ValueObserver(model, value_sites, num_tokens=text.input_ids.numel(), seed=0)
+    calibrate(model, (), text, seed=0, stage=NoStage(), observers=[observer])
+
+
+@pytest.mark.parametrize("role", ["kv_cache", "norm"])
+def test_an_overflow_while_values_are_seen_is_named_too(make_tiny_model: Callable[..., Any], role: str) -> None:
+    """It arises in the last layer, behind every cache: the module is named, not the head."""
+    model, text = make_tiny_model("llama"), random_text(48, 16, vocabulary=200)
+    text.input_ids[35, 3] = 250
+    model.model.embed_tokens.weight[250] = 1e6
+    model.model.layers[1].mlp.up_proj.weight.mul_(1e38)
+    with pytest.raises(ModelError, match=r"output of model\.layers\.1\.mlp\.up_proj is not finite in .* 0 to 31"):
+        values_of(model, text, role)
+    model.model.layers[1].mlp.up_proj.weight.mul_(1e-38)
+    model.model.embed_tokens.weight[250] = torch.inf
+    with pytest.raises(ModelError, match=r"output of model\.embed_tokens is not finite in .* 32 to 47"):
+        values_of(model, text, role)
+
+
+def test_a_gradient_that_is_not_finite_at_a_value_is_named(make_tiny_model: Callable[..., Any]) -> None:
+    model = make_tiny_model("llama")
+    module = model.model.layers[0].post_attention_layernorm
+    module.register_full_backward_hook(lambda *_: (torch.full((4, 16, 64), torch.nan),))
+    with pytest.raises(ModelError, match=r"gradient at model\.layers\.0\.self_attn:\w+ is not finite .* 0 to 3"):
+        values_of(model, random_text(4, 16), "kv_cache")
 
 
 def test_a_gradient_that_is_not_finite_is_named(make_tiny_model: Callable[..., Any]) -> None:

@@ -29,6 +29,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -257,11 +258,10 @@ def calibrate(
             for observer in observers:
                 observer.batch(rows, recorder.real_rows)
             if start < num_learning:
-                likelihood, num_predictions = output.log_likelihood(
-                    model, text.input_ids[rows], text.scored[rows], generator
-                )
+                run = partial(output.log_likelihood, model, text.input_ids[rows], text.scored[rows], generator)
+                likelihood, num_predictions = run()
                 if not _is_finite(likelihood.detach()):
-                    raise _inputs_not_finite(recorder, rows)
+                    raise _not_finite(_first_input(recorder) or _first_output(model, run), rows)
                 if likelihood.requires_grad:  # not where the head alone is asked about
                     likelihood.backward()
                 _raise_if_gradients_not_finite(recorder, rows)
@@ -270,7 +270,7 @@ def calibrate(
                 with torch.no_grad():
                     _run_body(model, text.input_ids[rows])
                 if not all(_is_finite(part) for _, part in recorder.batch_inputs):
-                    raise _inputs_not_finite(recorder, rows)
+                    raise _not_finite(_first_input(recorder), rows)
             recorder.last_input = None
             stage.advance(rows.stop - rows.start)
     return _assemble(recorder, num_scored, length if output.unit == "text" else WINDOW_TOKENS)
@@ -305,12 +305,34 @@ def _run_body(model: nn.Module, ids: Tensor) -> None:
     model(input_ids=ids, use_cache=False, **last_alone)
 
 
-def _inputs_not_finite(recorder: _Recorder, rows: slice) -> ModelError:
-    first = next((name for name, part in recorder.batch_inputs if not _is_finite(part)), "the output head")
+def _not_finite(what: str | None, rows: slice) -> ModelError:
     return ModelError(
-        f"the input of {first} is not finite in the calibration batch of sequences {rows.start} to {rows.stop - 1}; "
-        "the model overflows on this text: check the checkpoint, or calibrate on other text"
+        f"the {what or 'input of the output head'} is not finite in the calibration batch of sequences {rows.start} to "
+        f"{rows.stop - 1}; the model overflows on this text: check the checkpoint, or calibrate on other text"
     )
+
+
+def _first_input(recorder: _Recorder) -> str | None:
+    """The first matrix whose input in the present batch is not finite."""
+    return next((f"input of {name}" for name, part in recorder.batch_inputs if not _is_finite(part)), None)
+
+
+def _first_output(model: nn.Module, run: Callable[[], object]) -> str | None:
+    """The first module whose output is not finite, where no inputs are kept: the batch is run again to find it."""
+    found: list[str] = []
+
+    def look(name: str, output: object) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, Tensor) and first.is_floating_point() and not _is_finite(first.detach()):
+            found.append(f"output of {name}")
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name:
+                handle = module.register_forward_hook(lambda _, __, output, name=name: look(name, output))
+                stack.callback(handle.remove)
+        run()
+    return next(iter(found), None)
 
 
 def _raise_if_gradients_not_finite(recorder: _Recorder, rows: slice) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitwright.errors import ModelError
 from bitwright.models.sites import Site
 from bitwright.models.value_calls import ATTENTION_PARTS, ValueCalls
 from bitwright.models.value_sites import ValueSite
@@ -86,6 +87,7 @@ class ValueObserver:
         self._num_tokens = num_tokens
         self._generator = torch.Generator().manual_seed(seed)
         self._groups = groups or {}
+        self._batch = slice(0, 0)
         self._real_rows: Tensor | None = None
         #: (site name, operand) → what was seen.
         self.seen: dict[tuple[str, str], SeenValues] = {}
@@ -100,7 +102,7 @@ class ValueObserver:
 
     def batch(self, rows: slice, real_rows: Tensor | None) -> None:
         """A forward and backward pass begins."""
-        self._real_rows = real_rows
+        self._batch, self._real_rows = rows, real_rows
 
     def _see(self, name: str, operand: str, value: Tensor) -> Tensor:
         watched = value.view_as(value) if value.requires_grad else value.detach().requires_grad_(True)
@@ -112,6 +114,12 @@ class ValueObserver:
 
         def draw(g: Tensor) -> None:
             g_by_row = _by_row(g.detach(), in_heads=in_heads)
+            if not bool(torch.isfinite(g_by_row.sum())):
+                raise ModelError(
+                    f"the gradient at {name} is not finite in the calibration batch of sequences {self._batch.start} "
+                    f"to {self._batch.stop - 1}; the model overflows in the backward pass: check the checkpoint, or "
+                    "calibrate on other text"
+                )
             keep, weights = self._draw(by_row, g_by_row, length, group)
             found.batches.append((by_row[keep].clone(), g_by_row[keep].to(torch.bfloat16), weights))
 
