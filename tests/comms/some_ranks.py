@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ from bitwright.errors import CommsError
 #: How the hooks are compared: (format, with feedback).
 HOOKS = (("fp32", False), ("bf16", False), ("fp16", False), ("fp8_e4m3", False), ("fp8_e4m3", True), ("int8", True))
 STEPS = 30
+#: (format, number in the gradient of one rank) under which feedback is watched; 1e6 is past what fp16 reaches.
+BAD = (("int8", None), ("fp16", None), ("int8", float("inf")), ("bf16", float("nan")), ("fp16", 1e6))
 
 
 def schedules_agree(size: int, rank: int) -> list[str]:
@@ -82,6 +85,74 @@ def train(size: int, rank: int, wire: str | None, feedback: bool) -> dict[str, o
     }
 
 
+class Fixed(nn.Module):
+    """Its loss is linear: whatever its parameters are, its gradients are those of `slopes`."""
+
+    def __init__(self, slopes: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.slopes = slopes
+        self.weights = nn.ParameterList(torch.zeros_like(slope) for slope in slopes)
+
+    def forward(self) -> torch.Tensor:
+        return sum((weight * slope).sum() for weight, slope in zip(self.weights, self.slopes, strict=True))
+
+
+def arrived_and_owed(size: int, rank: int, wire: str, bad: float | None) -> dict[str, object]:
+    """What arrives over six steps of the same gradient, and what is still owed; saved and loaded in between.
+
+    DDP cuts its buckets anew after the first backward pass of each of the two. `bad`: one number of rank 1's gradient
+    at the second step.
+    """
+    generator = torch.Generator().manual_seed(3)
+    slopes = [torch.randn(size, length, generator=generator) for length in (300, 500, 77)]
+    arrived = torch.zeros(877)
+    state = None
+    finite = []
+    resets = 0
+    for _ in range(2):
+        net = Fixed([slope[rank].clone() for slope in slopes])
+        ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
+        hook = register(ddp, wire=wire, error_feedback=True)
+        if state is not None:
+            hook.load_state_dict(state)
+        for step in range(3):
+            is_bad = bad is not None and state is None and step == 1 and rank == 1
+            net.slopes[1][7] = bad if is_bad else slopes[1][rank, 7]
+            net.zero_grad()
+            ddp().backward()
+            gradient = torch.cat([weight.grad for weight in net.weights])
+            arrived += gradient
+            finite.append(bool(gradient.isfinite().all()))
+        resets += hook.num_reset_blocks
+        state = hook.state_dict()
+    owed = torch.cat([state["owed"][f"weights.{index}"] for index in range(3)])
+    dist.all_reduce(owed)
+    exact = 6 * torch.cat([slope.mean(0) for slope in slopes])
+    all_resets = torch.zeros(size)
+    all_resets[rank] = resets
+    dist.all_reduce(all_resets)
+    without = {"other format": lambda: hook.load_state_dict({**state, "wire": "fp32"})}
+    without["other parameters"] = lambda: hook.load_state_dict(
+        {**state, "owed": {"weights.0": state["owed"]["weights.0"]}}
+    )
+    without["other ranks"] = lambda: hook.load_state_dict({**state, "num_ranks": size + 1})
+    return {
+        "error": float((arrived + owed - exact).abs().max()),
+        "error_without": float((arrived - exact).abs().max()),
+        "finite": finite,
+        "resets": all_resets.tolist(),
+        "refused": {name: refusal(load) for name, load in without.items()},
+    }
+
+
+def refusal(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except CommsError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     out = Path(sys.argv[1])
     dist.init_process_group("gloo")
@@ -92,6 +163,8 @@ def main() -> None:
     found["plain"] = train(size, rank, None, False)
     for wire, feedback in HOOKS:
         found[f"{wire} {feedback}"] = train(size, rank, wire, feedback)
+    for wire, bad in BAD:
+        found[f"feedback {wire} {bad}"] = arrived_and_owed(size, rank, wire, bad)
     amaxes = all_reduce_amax([torch.tensor(float(rank)), torch.tensor(float("nan") if rank == 1 else 1.0)])
     found["amax"] = [float(amax) for amax in amaxes]
     try:

@@ -65,6 +65,30 @@ def test_fewer_bits_are_sent(found: dict[str, Any]) -> None:
     assert found["fp8_e4m3 False"]["sent_bytes"] < 0.55 * found["bf16 False"]["sent_bytes"]
 
 
+@pytest.mark.parametrize("wire", ["int8", "fp16"])
+def test_what_was_lost_is_sent_later_whatever_buckets_and_processes_come_between(
+    found: dict[str, Any], wire: str
+) -> None:
+    run = found[f"feedback {wire} None"]
+    # What arrived and what is still owed are the gradient times the steps, but for the order of fp32 sums.
+    assert run["error"] < 2e-5 < run["error_without"]
+    assert set(run["resets"]) == {0}
+
+
+@pytest.mark.parametrize("name", ["int8 inf", "bf16 nan", "fp16 1000000.0"])
+def test_what_is_not_finite_spoils_its_step_and_no_later_one(found: dict[str, Any], name: str) -> None:
+    run = found[f"feedback {name}"]
+    assert run["finite"] == [True, False, True, True, True, True]
+    assert set(run["resets"]) == {1.0}  # one block, and every rank says so
+
+
+def test_feedback_of_another_run_is_refused(found: dict[str, Any]) -> None:
+    refused = found["feedback int8 None"]["refused"]
+    assert "was kept under 'fp32'" in refused["other format"]
+    assert "weights.1" in refused["other parameters"]
+    assert f"{found['size'] + 1} ranks" in refused["other ranks"]
+
+
 def test_amax_is_that_of_all_ranks_and_nan_is_seen_everywhere(found: dict[str, Any]) -> None:
     largest, lost = found["amax"]
     assert largest == found["size"] - 1

@@ -82,6 +82,20 @@ def test_feedback_makes_the_mean_over_steps_arrive(name: str, small: float, quan
     assert np.abs(kept - 4 * small).max() <= (4 * quantum / 2 + 4 * quantum / 2) / steps * 1.01
 
 
+@pytest.mark.parametrize(("name", "bad"), [("int8", np.inf), ("fp16", 1e6), ("bf16", np.nan)])
+def test_what_is_not_finite_never_enters_the_feedback(name: str, bad: float) -> None:
+    gradient = RNG.standard_normal((4, 300)).astype(np.float32)
+    state = ErrorFeedback(wire=wire_format(name))
+    spoilt = gradient.copy()
+    spoilt[1, 130] = bad
+    assert not np.isfinite(state.step(spoilt)[130])
+    assert state.num_reset_blocks == 1
+    found = [state.step(gradient) for _ in range(50)]
+    assert np.isfinite(found).all()
+    exact = gradient.astype(np.float64).sum(axis=0)
+    assert np.linalg.norm(np.mean(found, axis=0) - exact) < 2e-3 * np.linalg.norm(exact)
+
+
 def test_bytes_of_scales_are_counted() -> None:
     assert wire_format("bf16").num_bytes(1000) == 2000
     assert wire_format("fp8_e4m3").num_bytes(1000) == 1000 + 4 * 8

@@ -10,7 +10,7 @@ where it is kept. What a schedule does then decides. With contributions of one s
 So a ring in bf16 loses half of a bit with each doubling of ranks, and the two-shot all-reduce (an all-to-all, an fp32
 sum, an all-gather) sends the same bytes and loses none. Formats of 8 bits carry one fp32 scale for each block; with
 *error feedback* a rank keeps what its rounding lost and adds it to its next gradient, so that the mean over steps
-arrives although no single step does.
+arrives although no single step does (`ErrorFeedback`).
 
 Sources: Seide et al. 2014 (feedback); Micikevicius et al. 2022, FP8 formats (a scale); NVIDIA/nccl src/device/reduce.h
 (sums of bf16 are rounded at each rank). `hooks` does the same to the gradients of a model.
@@ -190,24 +190,36 @@ def _sum_at_rank_zero(start: Values, wire: WireFormat, algorithm: str) -> Values
 
 @dataclass(kw_only=True)
 class ErrorFeedback:
-    """Gradients of step after step over a two-shot all-reduce, with or without what rounding lost before."""
+    """Gradients of step after step over a two-shot all-reduce, with or without what rounding lost before.
+
+    Each rank owns a shard. What rounding took from a rank's contribution it owes, and the owner of a shard also what
+    rounding took from the sum; both are added to their contributions at the next step. So all that has arrived and all
+    that is owed add up to all that was given. A block whose sum is not finite arrived nowhere and leaves nothing owed:
+    ∞ − ∞ would spoil every later step.
+    """
 
     wire: WireFormat
     is_on: bool = True
-    #: What rounding of each rank's contribution, and of the sums, has lost so far.
-    _lost_NL: Values | None = None
-    _lost_sum_L: Values | None = None
+    #: Blocks that were not finite so far.
+    num_reset_blocks: int = 0
+    _owed_NL: Values | None = None
 
     def step(self, gradients_NL: npt.ArrayLike) -> Values:
         """Return the sum of one step as every rank gets it, fp32 [L]; what is lost stays for the next one."""
         given = np.asarray(gradients_NL, dtype=np.float32)
-        if self._lost_NL is None or self._lost_sum_L is None or not self.is_on:
-            self._lost_NL, self._lost_sum_L = np.zeros_like(given), np.zeros_like(given[0])
-        wanted = given + self._lost_NL
-        sent = self.wire.rounded(wanted)
-        total = np.add.reduce(sent, axis=0, dtype=np.float32) + self._lost_sum_L
-        received = self.wire.rounded(total)
-        self._lost_NL, self._lost_sum_L = wanted - sent, total - received
+        wanted = given if self._owed_NL is None or not self.is_on else given + self._owed_NL
+        with np.errstate(invalid="ignore", over="ignore"):
+            sent = self.wire.rounded(wanted)
+            total = np.add.reduce(sent, axis=0, dtype=np.float32)
+            received = self.wire.rounded(total)
+            owed = wanted - sent
+            num_ranks, length = given.shape
+            owners = np.arange(length) // (-(-length // (num_ranks * BLOCK_SIZE)) * BLOCK_SIZE)
+            owed[owners, np.arange(length)] += total - received
+        lost = np.logical_or.reduceat(~np.isfinite(received), np.arange(0, length, BLOCK_SIZE))
+        owed[:, np.repeat(lost, BLOCK_SIZE)[:length]] = 0
+        self.num_reset_blocks += int(lost.sum())
+        self._owed_NL = owed
         return received
 
 
