@@ -5,15 +5,18 @@ round. Left out are probes, repair and proof, which measure on text of their own
 
     --roundings rtn clip     choose from these roundings; without it, from those that a search tries by itself
     --free BITS              all default schemes, at so many stored bits per weight, scales counted
-    --effort high            codes are found again, each matrix making up for the errors of those before it
-    --further                for that, more text of the documents that calibrate, which no peer is given
+    --effort high            codes are found again as that effort finds them (`search/refine.py`): each matrix makes up
+                             for the errors of those before it, then scales are tuned. Taken as they come: a search
+                             compares each step on the repair text, and falls back where it was no better
+    --further                for that, more text of the documents that calibrate, as much as a search reads; no peer is
+                             given it
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import record
@@ -27,16 +30,15 @@ from bitwright.plan import Budget
 from bitwright.plan.rules import get_engine, ties
 from bitwright.quantize import ROUNDINGS, SCHEMES
 from bitwright.search.cache import Cache
-from bitwright.search.calibrate import calibrate
 from bitwright.search.candidate import Candidate, candidates_of
 from bitwright.search.correct import Correction
 from bitwright.search.learn import Learned, learn
+from bitwright.search.measure import Meter
 from bitwright.search.output import Output, open_output
 from bitwright.search.price import Prices, price_model
 from bitwright.search.problem import build_problem
 from bitwright.search.progress import Silent
-from bitwright.search.refine import REFINEMENT_SEED
-from bitwright.search.refine_flow import find_in_flow
+from bitwright.search.refine import find_codes
 from bitwright.search.settings import default_schemes
 from bitwright.search.task import TASKS
 from bitwright.search.text import TextSet
@@ -78,17 +80,24 @@ class Search:
             for site in self.sites
         }
 
-    def refined_weights(self, assignment: dict[str, Candidate], text: TextSet) -> dict[str, Tensor]:
-        """The same with `--effort high`, but for the comparison on text that no peer has: what it finds is taken."""
-        schemes = {
-            name: weights for name, c in assignment.items() if (weights := SCHEMES[c.scheme].weights) is not None
-        }
+    def refined(self, assignment: dict[str, Candidate], text: TextSet, folder: Path) -> Search:
+        """The same with the codes of `--effort high`, found with `text`; `folder` is where it spools."""
+        model = self.loaded.model
         with Silent().stage("", 0) as stage:
-            statistics = calibrate(
-                self.loaded.model, self.sites, text, seed=REFINEMENT_SEED, stage=stage, output=self.output
-            )
-            codes = find_in_flow(self.loaded.model, self.sites, schemes, text, statistics, self.output, stage)
-        return {site.parameter: codes[site.name].dequantize() for site in self.sites}
+            reference = self.output.run_reference(model, self.text, stage)
+        meter = Meter(
+            model=model,
+            sites=self.sites,
+            quantizer=self.learned.quantizer,
+            output=self.output,
+            reference=reference,
+            cache=Cache(folder=None),
+        )
+        steps = find_codes(assignment, meter, text, seed=0, folder=folder, progress=Silent())
+        *_, codes = steps.values()
+        assert codes.keys() == {site.name for site in self.sites}, "a site kept the codes that it had"
+        quantizer = meter.with_codes(codes).quantizer
+        return replace(self, learned=replace(self.learned, quantizer=quantizer))
 
 
 def text_of(path: Path, whole_texts: bool) -> TextSet:
@@ -181,11 +190,13 @@ def main() -> None:
     stopwatch = record.Stopwatch()
     search = open_search(arguments.folder, schemes, arguments.roundings)
     assignment = search.assignment(budget)
-    if arguments.effort == "default":
-        weights = search.weights(assignment)
-    else:
-        further = text_of(arguments.folder / "further.safetensors", whole_texts=False) if arguments.further else None
-        weights = search.refined_weights(assignment, search.text if further is None else search.text.joined(further))
+    if arguments.effort == "high":
+        text = search.text
+        if arguments.further:
+            whole_texts = TASKS[record.read_facts(arguments.folder)["task"]].whole_texts
+            text = text.joined(text_of(arguments.folder / "further.safetensors", whole_texts))
+        search = search.refined(assignment, text, arguments.out)
+    weights = search.weights(assignment)
     times = stopwatch.stop()
     note = f"roundings {arguments.roundings or 'all'}, effort {arguments.effort}"
     write(arguments.out, search, assignment, weights, times, note)

@@ -7,8 +7,9 @@
 
 A model folder holds config.json, fp32 model.safetensors and the tokenizer. (transformers refuses to save a model that
 came from GGUF, so its weights are moved into a fresh one.) Texts are `input_ids` and a `mask` that is 0 at padding,
-int64 [sequences, length]; `further.safetensors` has more text of the documents that calibrate, for what is told of
-`--effort high` beside the comparison. facts.json says what scripts need that do not know bitwright.
+int64 [sequences, length]; `further.safetensors` has as much more text of the documents that calibrate as a search with
+`--effort high` reads, for what is told of it beside the comparison. facts.json says what scripts need that do not know
+bitwright.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import nn
 
 from bitwright.models import find_sites
 from bitwright.models.load import load
+from bitwright.search.settings import REFINEMENT_TEXT
 from bitwright.search.text import split_text
 
 #: Task → (calibration sequences, evaluation sequences, tokens of each).
@@ -88,6 +90,7 @@ def _say_how_it_pools(folder: Path) -> None:
 
 def _write_texts(folder: Path, tokenizer: Any, task: str) -> dict[str, str]:
     num_calibration, num_evaluation, length = TEXTS[task]
+    num_further = (REFINEMENT_TEXT - 1) * num_calibration
     splits = split_text(
         tokenizer,
         task=task,
@@ -97,12 +100,12 @@ def _write_texts(folder: Path, tokenizer: Any, task: str) -> dict[str, str]:
         evaluation_tokens=num_evaluation * length,
         sequence_length=length,
         seed=SEED,
-        further_tokens=num_calibration * length,
+        further_tokens=num_further * length,
     )
     for name, text, count in (
         ("calibration", splits.calibrate, num_calibration),
         ("evaluation", splits.final, num_evaluation),
-        ("further", splits.further, num_calibration),
+        ("further", splits.further, num_further),
     ):
         if text is None:
             continue

@@ -6,9 +6,11 @@ The same assignment on the same text is measured once: results are kept by a dig
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -40,8 +42,14 @@ class Meter:
     #: Where weights lie while others stand in their place; None: in memory.
     originals: Originals | None = None
 
+    def with_codes(self, refined: Mapping[str, Mapping[str, np.ndarray]]) -> Meter:
+        """The same with other codes at some sites, whichever assignment runs (`Quantizer.refined`)."""
+        return replace(self, quantizer=replace(self.quantizer, refined=refined))
+
     def kl(self, assignment: Assignment, num_sequences: int, stage: Stage) -> float:
         """Mean KL on the first `num_sequences` sequences, nats; sites that are not named stay as loaded."""
+        if self.quantizer.refined:  # an assignment does not say which codes they are
+            return self.effects(assignment, num_sequences, stage).mean_kl
         key = self._digest(assignment, num_sequences)
         known = self.cache.read_measured()
         if key in known:
@@ -55,14 +63,19 @@ class Meter:
         self, assignment: Assignment, num_sequences: int | None, stage: Stage, counters: Counters | None = None
     ) -> Effects:
         """Everything a comparison tells, per sequence; overflows before the cast are added to `counters`."""
+        with torch.no_grad(), self.running(assignment, counters) as model:
+            return self.output.compare(self.reference, model, stage, num_sequences)
+
+    @contextmanager
+    def running(self, assignment: Assignment, counters: Counters | None = None) -> Iterator[nn.Module]:
+        """The model under an assignment, for the time of the block; sites that are not named stay as loaded."""
         of_weights = {site.name: assignment[site.name] for site in self.sites if site.name in assignment}
         rules = self.quantizer.rules(of_weights)
         values = self.values.rules(self.value_sites, assignment) if self.values is not None else None
-        with (
-            torch.no_grad(),
-            emulate(self.model, self.sites, rules, values=values, originals=self.originals, counters=counters) as model,
-        ):
-            return self.output.compare(self.reference, model, stage, num_sequences)
+        with emulate(
+            self.model, self.sites, rules, values=values, originals=self.originals, counters=counters
+        ) as model:
+            yield model
 
     def _digest(self, assignment: Assignment, num_sequences: int) -> str:
         changed = sorted((name, str(c)) for name, c in assignment.items() if c.scheme != AS_LOADED.scheme)

@@ -166,7 +166,7 @@ def optimize(
         robustness=study_robustness(subject, settings, mended, meter, clock) if robustness else None,
     )
     if settings.effort == "high":
-        plan = refine(plan, subject, meter.reference, folder, clock)
+        plan = refine(plan, mended.assignment, meter, subject, folder, clock)
     proved = _prove(plan, subject, mended, clock)
     paths = {
         "model": subject.loaded.name if isinstance(model, LoadedModel) else lasting_path(model),

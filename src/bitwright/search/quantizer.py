@@ -21,6 +21,7 @@ from bitwright.inference import SiteRule, input_tensors_of, rule_of, tensors_of
 from bitwright.models.spool import Spool, SpooledArrays
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS
 from bitwright.quantize.fitted import Fitted
+from bitwright.quantize.rounding.stored import LEARNED
 from bitwright.quantize.seen import Seen
 from bitwright.quantize.static_scales import find_static_scale
 from bitwright.search.cache import Cache
@@ -45,6 +46,9 @@ class Quantizer:
     cache: Cache = field(default_factory=lambda: Cache(folder=None))
     #: Where codes lie that were found anew; None: in memory.
     spool: Spool | None = None
+    #: Site → tensors of codes that were found once every site had its scheme (`refine.py`), as a plan keeps them: they
+    #: run in the place of those of the choice there.
+    refined: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict, repr=False)
     #: What was found now, before what lies in the cache.
     _kept: dict[Candidate, ChainMap[str, np.ndarray]] = field(default_factory=dict, repr=False)
 
@@ -67,7 +71,7 @@ class Quantizer:
 
     def tensors(self, site_name: str, choice: Candidate) -> dict[str, np.ndarray]:
         """What a plan keeps of a choice that was found: nothing where its codes follow from the weights alone."""
-        kept = self._of(choice)
+        kept = self.refined.get(site_name, self._of(choice))
         return {key: kept[key] for key in _keys(site_name) if key in kept}
 
     def values(self, site_name: str, choice: Candidate, weight_NK: Tensor) -> Tensor:
@@ -92,14 +96,15 @@ class Quantizer:
                     self._kept[choice] = self._opened(choice)
 
     def _rule(self, site_name: str, choice: Candidate) -> SiteRule:
+        refined = self.refined.get(site_name)
         chosen = _Chosen(
             name=site_name,
             shape=self.shapes[site_name],
             scheme=choice.scheme,
-            rounding=choice.rounding,
+            rounding=choice.rounding if refined is None else LEARNED.name,
             transform=choice.transform,
         )
-        rule = rule_of(chosen, self._of(choice))
+        rule = rule_of(chosen, self._of(choice) if refined is None else refined)
         assert rule is not None, "a site that stays as loaded has no codes"
         return rule
 

@@ -14,25 +14,28 @@ they are; all others keep what they have, and are made up for.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from bitwright.errors import DataError
-from bitwright.inference import emulate_plan, tensors_of
+from bitwright.inference import tensors_of
 from bitwright.models.linear_calls import matrices_of
 from bitwright.models.sites import Site
 from bitwright.models.spool import Spool
-from bitwright.plan import Plan, SiteChoice
+from bitwright.plan import Plan
 from bitwright.quantize import SCHEMES
 from bitwright.quantize.error_feedback import can_feed_back
 from bitwright.quantize.qtensor import QTensor
 from bitwright.quantize.rounding.stored import LEARNED
 from bitwright.search.calibrate import calibrate
+from bitwright.search.candidate import Candidate
+from bitwright.search.measure import Meter
 from bitwright.search.output import Reference
-from bitwright.search.price import END_ROLES
+from bitwright.search.price import AS_LOADED, END_ROLES, Assignment
 from bitwright.search.progress import Progress
 from bitwright.search.refine_flow import find_in_flow
 from bitwright.search.refine_scales import NUM_EPOCHS, scales_are_continuous, tune_scales
@@ -43,58 +46,82 @@ from bitwright.search.text import TextSet
 REFINEMENT_SEED = 1
 #: Sequences of the repair text on which what was found is compared.
 NUM_SEQUENCES = 32
-_LEARNED = LEARNED.name
 
 
-def refine(plan: Plan, subject: Subject, repair: Reference, folder: Path, progress: Progress) -> Plan:
+#: Site → tensors of its codes, as a plan keeps them.
+Codes = Mapping[str, Mapping[str, np.ndarray]]
+
+
+def refine(
+    plan: Plan, assignment: Assignment, meter: Meter, subject: Subject, folder: Path, progress: Progress
+) -> Plan:
     """The plan with better codes, or as it is where none were found; a note tells which.
 
     Args:
         plan: a draft, with its tensors.
+        assignment: what the plan chooses.
+        meter: measures on the repair text.
         subject: model and text.
-        repair: the reference on the repair text.
         folder: on whose disk lies what the text leaves at every matrix.
         progress: shows the stages.
     """
-    sites = _refinable(plan, subject.sites)
-    if not sites:
-        return plan.replace(notes=(*plan.notes, "no site has codes that could be refined"))
     text = _text_of(subject)
-    flowed = _flow(plan, subject, sites, text, folder, progress)
-    if not flowed:
+    tuning = replace(meter, reference=known_reference(subject, subject.splits.calibrate, progress))
+    steps = find_codes(assignment, tuning, text, seed=plan.seed, folder=folder, progress=progress)
+    if not steps:
         return plan.replace(notes=(*plan.notes, "no site has codes that could be refined"))
-    plans = {"as chosen": plan, "errors made up for by later layers": _with_codes(plan, flowed)}
-    tuned = _tune(plans["errors made up for by later layers"], subject, flowed, progress)
-    plans["and scales tuned"] = _with_codes(plan, {**flowed, **tuned})
-    kls = {name: _measure(tried, subject, repair, progress) for name, tried in plans.items()}
+    tried: dict[str, Codes] = {"as chosen": {}, **steps}
+    kls = {name: _measure(assignment, meter.with_codes(codes), progress) for name, codes in tried.items()}
     best = min(kls, key=lambda name: kls[name])
     words = ", ".join(f"{name} {kl:.4g}" for name, kl in kls.items())
-    kept = f"codes of {len(flowed)} sites were refined" if best != "as chosen" else "refined codes were no better"
+    num_refined = len(next(iter(steps.values())))
+    kept = f"codes of {num_refined} sites were refined" if best != "as chosen" else "refined codes were no better"
     read = f"{text.num_tokens:,} tokens"
-    note = f"{kept} with {read}: on {_count(repair)} sequences of the repair text the KL is {words}"
+    note = f"{kept} with {read}: on {_count(meter.reference)} sequences of the repair text the KL is {words}"
     ratio = kls[best] / kls["as chosen"] if kls["as chosen"] > 0 else 1.0
     summary = plan.summary.model_copy(update={"predicted_kl": plan.summary.predicted_kl * ratio})
-    return plans[best].replace(notes=(*plan.notes, note), summary=summary)
+    return _with_codes(plan, tried[best]).replace(notes=(*plan.notes, note), summary=summary)
 
 
-def _refinable(plan: Plan, sites: tuple[Site, ...]) -> list[Site]:
+def find_codes(
+    assignment: Assignment, meter: Meter, text: TextSet, *, seed: int, folder: Path, progress: Progress
+) -> dict[str, Codes]:
+    """Step → codes of every site that could be refined, after it; the last is the furthest. Nothing is compared.
+
+    Args:
+        assignment: what every site has.
+        meter: runs it; its reference is of the text that scales are tuned on.
+        text: what codes are found with.
+        seed: of the search; labels are drawn by another.
+        folder: on whose disk lies what the text leaves at every matrix.
+        progress: shows the stages.
+    """
+    sites = _refinable(assignment, meter.sites)
+    flowed = _flow(assignment, meter, sites, text, seed, folder, progress) if sites else {}
+    if not flowed:
+        return {}
+    in_flow = _tensors_of(flowed)
+    tuned = _tune(assignment, meter.with_codes(in_flow), flowed, seed, progress)
+    return {"errors made up for by later layers": in_flow, "and scales tuned": {**in_flow, **_tensors_of(tuned)}}
+
+
+def _refinable(assignment: Assignment, sites: Sequence[Site]) -> list[Site]:
     """Sites of matrices all of whose sites can be refined."""
-    choices = {choice.name: choice for choice in plan.sites}
     return [
         site
         for matrix in matrices_of(sites)
-        if all(_can_be_refined(choices[site.name]) for site in matrix.sites)
+        if all(_can_be_refined(site, assignment.get(site.name, AS_LOADED)) for site in matrix.sites)
         for site in matrix.sites
     ]
 
 
-def _can_be_refined(choice: SiteChoice) -> bool:
+def _can_be_refined(site: Site, choice: Candidate) -> bool:
     scheme = SCHEMES[choice.scheme]
     return (
         scheme.weights is not None
         and scheme.activations is None
         and choice.transform == "none"
-        and choice.role not in END_ROLES
+        and site.role not in END_ROLES
         and can_feed_back(scheme.weights)
     )
 
@@ -122,29 +149,30 @@ def _existing(folder: Path) -> Path:
 
 
 def _flow(
-    plan: Plan, subject: Subject, sites: list[Site], text: TextSet, folder: Path, progress: Progress
+    assignment: Assignment,
+    meter: Meter,
+    sites: Sequence[Site],
+    text: TextSet,
+    seed: int,
+    folder: Path,
+    progress: Progress,
 ) -> dict[str, QTensor]:
-    model = subject.loaded.model
-    decoder = [site for site in subject.sites if site.role not in END_ROLES]
-    names = {site.name for site in sites}
-    schemes = {c.name: w for c in plan.sites if c.name in names and (w := SCHEMES[c.scheme].weights) is not None}
-    waiting = _with_choices(plan, {site.name: {"scheme": "as_loaded", "rounding": "rtn"} for site in sites})
+    decoder = [site for site in meter.sites if site.role not in END_ROLES]
+    schemes = {site.name: w for site in sites if (w := SCHEMES[assignment[site.name].scheme].weights) is not None}
+    others = {name: choice for name, choice in assignment.items() if name not in schemes}
     with Spool(folder) as spool:
         with progress.stage("calibrate", text.num_sequences) as stage:
             statistics = calibrate(
-                model,
+                meter.model,
                 decoder,
                 text,
-                seed=plan.seed + REFINEMENT_SEED,
+                seed=seed + REFINEMENT_SEED,
                 stage=stage,
-                output=subject.output,
+                output=meter.output,
                 spool=spool,
             )
-        with (
-            progress.stage("refine the codes", len(matrices_of(decoder))) as stage,
-            emulate_plan(waiting, model, subject.sites, originals=subject.originals),
-        ):
-            return find_in_flow(model, decoder, schemes, text, statistics, subject.output, stage)
+        with progress.stage("refine the codes", len(matrices_of(decoder))) as stage, meter.running(others) as model:
+            return find_in_flow(model, decoder, schemes, text, statistics, meter.output, stage)
 
 
 def _text_of(subject: Subject) -> TextSet:
@@ -153,39 +181,34 @@ def _text_of(subject: Subject) -> TextSet:
     return splits.calibrate if splits.further is None else splits.calibrate.joined(splits.further)
 
 
-def _tune(plan: Plan, subject: Subject, codes: Mapping[str, QTensor], progress: Progress) -> dict[str, QTensor]:
+def _tune(
+    assignment: Assignment, meter: Meter, codes: Mapping[str, QTensor], seed: int, progress: Progress
+) -> dict[str, QTensor]:
     tunable = {name: q for name, q in codes.items() if scales_are_continuous(q.scheme)}
     if not tunable:
         return {}
-    model, text = subject.loaded.model, subject.splits.calibrate
-    reference = known_reference(subject, text, progress)
-    with (
-        progress.stage("tune the scales", NUM_EPOCHS * text.num_sequences) as stage,
-        emulate_plan(plan, model, subject.sites, originals=subject.originals),
-    ):
-        return tune_scales(model, subject.sites, tunable, reference, subject.output, stage, seed=plan.seed)
+    steps = NUM_EPOCHS * meter.reference.text.num_sequences
+    with progress.stage("tune the scales", steps) as stage, meter.running(assignment) as model:
+        return tune_scales(model, meter.sites, tunable, meter.reference, meter.output, stage, seed=seed)
 
 
-def _with_codes(plan: Plan, codes: Mapping[str, QTensor]) -> Plan:
+def _tensors_of(codes: Mapping[str, QTensor]) -> dict[str, dict[str, np.ndarray]]:
+    return {name: tensors_of(name, replace(q, codes_NK=q.codes_NK.float())) for name, q in codes.items()}
+
+
+def _with_codes(plan: Plan, codes: Codes) -> Plan:
     """The plan with these codes at their sites."""
     tensors = {key: array for key, array in plan.tensors.items() if key.rpartition("/")[0] not in codes}
-    for name, q in codes.items():
-        tensors |= tensors_of(name, replace(q, codes_NK=q.codes_NK.float()))
-    return _with_choices(plan, {name: {"rounding": _LEARNED} for name in codes}).attach(tensors=tensors)
+    for found in codes.values():
+        tensors |= found
+    sites = (c.model_copy(update={"rounding": LEARNED.name}) if c.name in codes else c for c in plan.sites)
+    return plan.replace(sites=tuple(sites)).attach(tensors=tensors)
 
 
-def _with_choices(plan: Plan, changes: Mapping[str, Mapping[str, str]]) -> Plan:
-    return plan.replace(sites=tuple(c.model_copy(update=dict(changes.get(c.name, {}))) for c in plan.sites))
-
-
-def _measure(plan: Plan, subject: Subject, repair: Reference, progress: Progress) -> float:
-    count = _count(repair)
-    with (
-        torch.no_grad(),
-        progress.stage("measure the refined codes", count) as stage,
-        emulate_plan(plan, subject.loaded.model, subject.sites, originals=subject.originals) as model,
-    ):
-        return subject.output.compare(repair, model, stage, count).mean_kl
+def _measure(assignment: Assignment, meter: Meter, progress: Progress) -> float:
+    count = _count(meter.reference)
+    with progress.stage("measure the refined codes", count) as stage:
+        return meter.effects(assignment, count, stage).mean_kl
 
 
 def _count(repair: Reference) -> int:
