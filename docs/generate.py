@@ -17,9 +17,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, get_args, get_type_hints
 from unittest.mock import patch
 
@@ -28,6 +29,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).parent))  # the pages of this folder, also where a test loads this file
 
 import measured
+import measured_communication
 import measured_running
 import measured_training
 from measured import markdown_table
@@ -58,8 +60,8 @@ _VALUE_NAMES = {str: "NAME", int: "N", float: "X", float | None: "X", int | None
 
 def terminal(*arguments: str, columns: int = 100) -> str:
     """What a command prints into a file, at a width, as a block of text that cannot drift from the command."""
-    width = str(columns)
-    with patch.dict(os.environ, {"COLUMNS": width}), redirect_stdout(io.StringIO()) as printed:
+    width, printed = str(columns), io.StringIO()
+    with patch.dict(os.environ, {"COLUMNS": width}), redirect_stdout(printed), redirect_stderr(printed):
         for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
             os.environ.pop(name, None)
         code = run(arguments)
@@ -506,6 +508,40 @@ _MEMORY_OF_TRAINING = (
     ("llama-65b", "--policy", "fp8-hybrid", "--gpus", "64", "--zero", "3"),
 )
 
+
+def explained(*asked: str) -> str:
+    """One collective step by step."""
+    return terminal("comm", "explain", *asked)
+
+
+def fit_of_bench() -> str:
+    """What `comm fit` says of the measurements in docs/snippets."""
+    measured_here = (DOCS / "snippets" / "my-bench.json").read_bytes()
+    with TemporaryDirectory() as folder, chdir(folder):
+        Path("my-bench.json").write_bytes(measured_here)
+        return terminal("comm", "fit", "my-bench.json", "--name", "my-cluster", "--out", "my-cluster.toml")
+
+
+def timeline_of_step() -> str:
+    """What `parallel timeline` says; the picture is a page of its own."""
+    with TemporaryDirectory() as folder, chdir(folder):
+        return terminal("parallel", "timeline", *_TIMELINE)
+
+
+def timeline_picture() -> str:
+    """docs/timeline.svg: the picture that the page's command draws."""
+    with TemporaryDirectory() as folder, chdir(folder):
+        terminal("parallel", "timeline", *_TIMELINE)
+        return Path("timeline.svg").read_text(encoding="utf-8")
+
+
+#: What the page on communication asks `bitwright parallel` for.
+_PLAN = ("llama-3-70b", "--cluster", "h100x8x16", "--global-batch", "1024", "--seq", "8192")
+_TIMELINE = (
+    "llama-3.2-1b", "--cluster", "h100x8x2", "--fix", "tp=2", "--fix", "pp=1", "--fix", "zero=3", "--global-batch", "8",
+    "--out", "trace.json", "--out", "timeline.svg",
+)  # fmt: skip
+
 #: Name of a table in a page → what makes it.
 TABLES: dict[str, Callable[[], str]] = {
     "targets": targets_table,
@@ -530,6 +566,21 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipes of products": measured_training.products_table,
     "adapters": measured_training.adapters_table,
     "memory of training": memory_of_training,
+    "all-reduce": partial(explained, "allreduce", "--ranks", "4", "--algorithm", "ring"),
+    "reduce-scatter": partial(explained, "reducescatter", "--ranks", "4"),
+    "closed forms": measured_communication.closed_forms_table,
+    "collective algorithms": measured_communication.algorithms_table,
+    "formats of the wire": measured_communication.formats_table,
+    "errors of sums": measured_communication.growth_table,
+    "error feedback": measured_communication.feedback_table,
+    "fit": fit_of_bench,
+    "accuracy of collectives": measured_communication.collectives_table,
+    "network": measured_communication.network_table,
+    "overlap": measured_communication.overlap_table,
+    "parallel plan": partial(terminal, "parallel", "plan", *_PLAN),
+    "parallel timeline": timeline_of_step,
+    "accuracy of predictions": measured_communication.parts_table,
+    "accuracy by source": measured_communication.sources_table,
     "gpu": measured.gpu_sentence,
     "vLLM": measured.vllm_table,
     "llama.cpp": measured.llama_cpp_table,
@@ -548,7 +599,7 @@ def with_tables(name: str) -> str:
     return _TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
 
 
-_PAGES_WITH_TABLES = ("running.md", "training.md", "exporting.md", "importing.md", "compared.md")
+_PAGES_WITH_TABLES = ("running.md", "training.md", "communication.md", "exporting.md", "importing.md", "compared.md")
 #: File of docs/ → what makes it.
 PAGES = {
     "formats.md": formats_page,
@@ -557,6 +608,7 @@ PAGES = {
     "hardware.md": hardware_page,
     "engines.md": engines_page,
     "commands.md": commands_page,
+    "timeline.svg": timeline_picture,
     **{name: partial(with_tables, name) for name in _PAGES_WITH_TABLES},
 }
 

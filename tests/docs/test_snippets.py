@@ -2,7 +2,7 @@
 
 A Python, TOML or YAML block must be, to the letter, a file in docs/snippets. Those files, and every `bitwright` line of
 a shell block, are run in an empty folder that holds what they speak of: my-model (a tiny random one), my-text.txt,
-my-chats.jsonl, sites.toml, my-run.toml, and my-task.yaml with my-questions.jsonl.
+my-chats.jsonl, sites.toml, my-run.toml, my-bench.json, and my-task.yaml with my-questions.jsonl.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXTENSIONS = {"new_scheme.py", "train_loop.py"}
 #: What reads a folder that the commands of its page have written: run after them, in a process of its own.
 READERS = {"load_exported.py"}
+#: What torchrun starts, in several processes.
+UNDER_TORCHRUN = {"wire_hook.py"}
 EXPORT_PAGES = ("exporting", "importing")
-SCRIPTS = sorted(path.name for path in SNIPPETS.glob("*.py") if path.name not in EXTENSIONS | READERS)
+SCRIPTS = sorted(path.name for path in SNIPPETS.glob("*.py") if path.name not in EXTENSIONS | READERS | UNDER_TORCHRUN)
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
@@ -64,7 +66,7 @@ def readers_folder(
         {"messages": [{"role": "user", "content": text[:30]}, {"role": "assistant", "content": text}]} for text in texts
     ]
     (tmp_path / "my-chats.jsonl").write_text("\n".join(map(json.dumps, chats)), encoding="utf-8")
-    for name in ("my-task.yaml", "sites.toml", "my-run.toml"):
+    for name in ("my-task.yaml", "sites.toml", "my-run.toml", "my-bench.json"):
         shutil.copy(SNIPPETS / name, tmp_path)
     questions = [{"question": text[:30], "choices": [text[30:50], " red"], "answer": 0} for text in texts[:8]]
     (tmp_path / "my-questions.jsonl").write_text("\n".join(map(json.dumps, questions)), encoding="utf-8")
@@ -93,6 +95,21 @@ def test_python_snippets_run(readers_folder: Path, capsys: pytest.CaptureFixture
     assert sorted(os.listdir("my-plan")) == ["plan.json", "report.html", "run.json", "tensors.safetensors"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(UNDER_TORCHRUN))
+def test_snippets_of_several_processes_run(name: str, readers_folder: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    done = subprocess.run([*command, SNIPPETS / name], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert all(f"rank {rank}" in done.stdout for rank in range(2))
+
+
+def test_the_page_on_communication_shows_what_fsdp_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(SNIPPETS / "fsdp.py"))
+    assert capsys.readouterr().out in blocks(ROOT / "docs" / "communication.md", "text")
+
+
 def test_the_comments_of_the_formats_snippet_are_true(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(SNIPPETS / "formats.py"))
     assert capsys.readouterr().out.split("\n") == ["448.0", "[1.015625e-01 4.480000e+02]", "fp8_e4m3", ""]
@@ -107,8 +124,9 @@ def test_commands_run(
         monkeypatch.setattr("sys.stdin", io.StringIO("What is a scale?\n"))  # what a reader says to `chat`
         code = main(shlex.split(command, comments=True)[1:])
         # 3: a random model may miss a limit; the plan is written all the same.
-        assert code in (0, 3), f"{command}\n{capsys.readouterr().err}"
-        assert capsys.readouterr().out
+        told = capsys.readouterr()
+        assert code in (0, 3), f"{command}\n{told.err}"
+        assert told.out or told.err
     for name in sorted(READERS):
         if (SNIPPETS / name).read_text(encoding="utf-8") in blocks(page, "python"):
             pytest.importorskip("compressed_tensors")
