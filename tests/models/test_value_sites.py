@@ -228,8 +228,11 @@ def test_what_cannot_be_reached_is_named() -> None:
 
     model = Model().eval()
     assert [site.name for site in find_value_sites(model)] == ["norm:norm"]
-    (sentence,) = values_left_out(model)
-    assert sentence.startswith("attention: its attention does not go through")
+    attention, residual = values_left_out(model)
+    assert attention.startswith("attention: its attention does not go through")
+    assert residual.startswith("the residual stream: ")
+    assert values_left_out(model, {"kv_cache"}) == (attention,)
+    assert values_left_out(model, {"norm", "mlp.act"}) == () == values_left_out(model, ())
     assert values_left_out(make_value_model("llama")) == ()
     (sentence,) = values_left_out(nn.Sequential(nn.Linear(8, 8)))
     assert sentence == "Sequential takes no input_ids, so that it cannot be run to see its values"

@@ -14,16 +14,17 @@
 
 A site exists if its value was seen: the model is run once on a few tokens, and whatever passes is a site, with the
 shape that it had. So nothing is guessed; what should have passed and did not is listed by `values_left_out`. A model
-that takes no token ids cannot be run so, and has no value sites.
+that takes no token ids cannot be run so, and has no value sites. A plain module's are read off its program instead
+(`NamesItsValues`).
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -112,12 +113,25 @@ class ValueSite:
         return self.num_heads, self.head_dim
 
 
+@runtime_checkable
+class NamesItsValues(Protocol):
+    """A model that knows its own value sites, since they cannot be read off its modules."""
+
+    def value_sites(self) -> tuple[ValueSite, ...]:
+        """Every value site, in forward order."""
+
+    def unseen_values(self) -> Iterable[tuple[str, str]]:
+        """Role, and what of it is no site, in one sentence."""
+
+
 def find_value_sites(model: nn.Module) -> tuple[ValueSite, ...]:
     """Every value site of a model, layer by layer in forward order. Runs the model on a few tokens.
 
     Raises:
         ModelError: the model has no linear layer at all.
     """
+    if isinstance(model, NamesItsValues):
+        return model.value_sites()
     sites: dict[str, ValueSite] = {}
     for name, shape in _values_seen(model, find_sites(model)).items():
         module, _, part = name.rpartition(":")
@@ -138,29 +152,50 @@ def find_value_sites(model: nn.Module) -> tuple[ValueSite, ...]:
     return tuple(sites.values())
 
 
-def values_left_out(model: nn.Module) -> tuple[str, ...]:
-    """What should have been seen and was not, one sentence each: nothing can be chosen there."""
-    weights = find_sites(model)
-    seen = _values_seen(model, weights)
+def values_left_out(model: nn.Module, roles: Collection[str] | None = None) -> tuple[str, ...]:
+    """What should have been seen and was not, one sentence each: nothing can be chosen there.
+
+    Args:
+        model: as `find_value_sites` takes it; run on a few tokens.
+        roles: of value sites that are asked about; None: all.
+    """
+    asked = frozenset(role for role, _ in PARTS.values()) if roles is None else frozenset(roles)
+    if not asked:
+        return ()
+    if isinstance(model, NamesItsValues):
+        return tuple(dict.fromkeys(sentence for role, sentence in model.unseen_values() if role in asked))
     if not _takes_token_ids(model):
         return (f"{type(model).__name__} takes no input_ids, so that it cannot be run to see its values",)
-    left_out = []
+    weights = find_sites(model)
+    seen = _values_seen(model, weights)
+    left_out = [sentence for role, sentence in _unseen(model, weights, seen) if role in asked]
+    return tuple(dict.fromkeys(left_out))
+
+
+def _unseen(model: nn.Module, weights: tuple[Site, ...], seen: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Role, and what was expected of it and not seen."""
     reached = {name.rpartition(":")[0] for name in seen if name.endswith(":qk")}
     projections = {site.module.rpartition(".")[0] for site in weights if site.role in ("attn.q", "attn.qkv")}
     for module in sorted(projections - reached):
-        left_out.append(
+        sentence = (
             f"{module}: its attention does not go through transformers' attention registry, so that inner products, "
             "softmax and cache cannot be seen"
+        )
+        yield from ((PARTS[part][0], sentence) for part in ATTENTION_PARTS)
+    if projections and not any(name.endswith(":residual") for name in seen):
+        yield (
+            "residual",
+            "the residual stream: no list of modules has layers with attention in which its sums could be told",
         )
     products = products_of(model, weights)
     for name in products:
         if name not in seen:
-            left_out.append(f"{name}: not computed by a function that can be watched (linear, addmm)")
+            role = PARTS[name.rpartition(":")[2]][0]
+            yield role, f"{name}: not computed by a function that can be watched (linear, addmm)"
     acting = {name.rpartition(":")[0] for name in activations_of(model, products)}
     up = {name.rpartition(":")[0] for name in products if PARTS[name.rpartition(":")[2]][0] == "mlp.up"}
     for module in sorted(up - acting):
-        left_out.append(f"{module}:act: its activation function is no module of its own")
-    return tuple(left_out)
+        yield "mlp.act", f"{module}:act: its activation function is no module of its own"
 
 
 def _values_seen(model: nn.Module, weights: tuple[Site, ...]) -> dict[str, tuple[int, ...]]:

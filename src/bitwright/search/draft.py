@@ -110,8 +110,9 @@ def draft_plan(
         ruled_out=subject.choices.ruled_out,
         notes=(
             *_notes(subject, assignment, settings, mended.unreachable),
-            *_few_tokens(learned),
+            *_values_left_out(subject),
             *missed_at_rates(prices, subject.choices, settings.budget, problem.totals(assignment)),
+            *_few_tokens(learned),
             *mended.notes,
         ),
         versions=_versions(),
@@ -237,6 +238,17 @@ def _notes(subject: Subject, assignment: Assignment, settings: Settings, unreach
             "nearest" + ("; --include-head makes embedding and head smaller too" if keeps_ends else "")
         )
     return notes
+
+
+def _values_left_out(subject: Subject) -> list[str]:
+    """Values that were asked for and cannot be reached: they stay as the model computes them."""
+    left_out = subject.values_left_out
+    if not left_out:
+        return []
+    more = f"; and {len(left_out) - NAMED_SITES} more like these" if len(left_out) > NAMED_SITES else ""
+    return [
+        f"values that were asked for and cannot be reached stay as they are: {'; '.join(left_out[:NAMED_SITES])}{more}"
+    ]
 
 
 def _few_tokens(learned: Learned) -> list[str]:

@@ -12,7 +12,7 @@ from bitwright.models.load import load
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.norm_readers import find_factor_homes
 from bitwright.models.spool import OnDisk, Originals, Spool, output_head
-from bitwright.models.value_sites import ValueSite, find_value_sites
+from bitwright.models.value_sites import ValueSite, find_value_sites, values_left_out
 from bitwright.search.cache import Cache, default_folder, open_cache
 from bitwright.search.choices import Choices, asks_for_homes, find_choices
 from bitwright.search.floor import raise_if_below_floor
@@ -40,6 +40,8 @@ class Subject:
     #: What is compared.
     output: Output
     cache: Cache
+    #: Values that were asked for and cannot be reached, a sentence each.
+    values_left_out: tuple[str, ...] = ()
     #: Where memory is short: what lies on disk, and the weights there while others stand in their place.
     spool: Spool | None = None
     originals: Originals | None = None
@@ -105,6 +107,7 @@ def open_subject(
         choices=choices,
         splits=splits,
         output=output,
+        values_left_out=_values_left_out(loaded, value_sites, settings),
         cache=open_cache(
             folder,
             model_hash=loaded.hash,
@@ -168,6 +171,16 @@ def _price(loaded: LoadedModel, sites: Sequence[Site], settings: Settings) -> tu
     if not wanted:
         return prices, ()
     return prices, tuple(s for s in found if settings.value_roles is None or s.role in settings.value_roles)
+
+
+def _values_left_out(loaded: LoadedModel, found: Sequence[ValueSite], settings: Settings) -> tuple[str, ...]:
+    """What of the values that were asked for has no site; where they have none at all, that is said too."""
+    roles = settings.value_roles
+    left_out = values_left_out(loaded.model, roles)
+    if left_out or found or (roles is not None and not roles):
+        return left_out
+    asked = "any role" if roles is None else " or ".join(sorted(roles))
+    return (f"{loaded.name} neither computes nor keeps values of {asked}",)
 
 
 def _raise_if_too_long(loaded: LoadedModel, settings: Settings) -> None:
