@@ -23,6 +23,8 @@ from bitwright.errors import CommsError
 #: How the hooks are compared: (format, with feedback).
 HOOKS = (("fp32", False), ("bf16", False), ("fp16", False), ("fp8_e4m3", False), ("fp8_e4m3", True), ("int8", True))
 STEPS = 30
+#: Schedules in whose steps every rank sends and receives.
+GROUPED = ("ring", "recursive_doubling", "two_shot")
 #: (format, number in the gradient of one rank) under which feedback is watched; 1e6 is past what fp16 reaches.
 BAD = (("int8", None), ("fp16", None), ("int8", float("inf")), ("bf16", float("nan")), ("fp16", 1e6))
 
@@ -83,6 +85,24 @@ def train(size: int, rank: int, wire: str | None, feedback: bool) -> dict[str, o
         "sent_bytes": 0 if hook is None else hook.sent_bytes,
         "least_bytes": 0 if wire is None else STEPS * num_gradient_bytes(net, wire, size),
     }
+
+
+def groups_of_a_schedule(op: str, algorithm: str) -> list[list[list[object]]]:
+    """In each step of a schedule that this rank takes part in: (kind, peer, tag) of the messages, as posted."""
+    found = []
+    post = dist.batch_isend_irecv
+
+    def told(operations: list[dist.P2POp]) -> list[dist.Work]:
+        found.append([[item.op.__name__, item.group_peer, item.tag] for item in operations])
+        return post(operations)
+
+    dist.batch_isend_irecv = told
+    try:
+        size = dist.get_world_size()
+        run_schedule(schedule(op, algorithm, size), torch.ones(4 * size))
+    finally:
+        dist.batch_isend_irecv = post
+    return found
 
 
 class Fixed(nn.Module):
@@ -160,6 +180,9 @@ def main() -> None:
     wrong: list[list[str]] = [[] for _ in range(size)]
     dist.all_gather_object(wrong, schedules_agree(size, rank))
     found: dict[str, object] = {"wrong": [line for lines in wrong for line in lines]}
+    groups: list[object] = [None] * size
+    dist.all_gather_object(groups, [groups_of_a_schedule("all_reduce", name) for name in GROUPED])
+    found["groups"] = groups
     found["plain"] = train(size, rank, None, False)
     for wire, feedback in HOOKS:
         found[f"{wire} {feedback}"] = train(size, rank, wire, feedback)

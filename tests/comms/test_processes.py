@@ -37,6 +37,18 @@ def test_schedules_by_messages_are_those_in_numpy_bit_for_bit(found: dict[str, A
     assert found["wrong"] == []
 
 
+def test_messages_of_a_step_are_one_group_with_its_receives_first(found: dict[str, Any]) -> None:
+    """NCCL runs ungrouped messages in their order, and Gloo answers what was asked for first."""
+    size = found["size"]
+    log = size.bit_length() - 1
+    for steps, schedules in zip((2 * (size - 1), log, 2), zip(*found["groups"], strict=True), strict=True):
+        for groups in schedules:  # of each rank, which takes part in every step of these
+            assert len(groups) == steps
+            for group in groups:
+                kinds = [kind for kind, _, _ in group]
+                assert kinds == sorted(kinds) and set(kinds) == {"irecv", "isend"}
+
+
 def test_fp32_on_the_wire_trains_as_ddp_does(found: dict[str, Any]) -> None:
     assert found["fp32 False"]["losses"] == pytest.approx(found["plain"]["losses"], rel=1e-5)
 

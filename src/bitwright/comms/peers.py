@@ -58,16 +58,18 @@ class Peers:
         self._say("here", 0)
         self._raise_if_missing("here/0", "to start")
         self._thread.start()
-        self._guarded(
-            "joining",
-            lambda: dist.init_process_group(
-                backend,
-                store=PrefixStore("group", self._store),
-                rank=self.rank,
-                world_size=self.size,
-                timeout=timedelta(seconds=timeout_s),
-            ),
+        self._guarded("joining", lambda: self._join(backend))
+
+    def _join(self, backend: str) -> None:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", self._store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=self.timeout_s),
         )
+        # NCCL connects all ranks at the first collective, which the steps of a schedule are not.
+        dist.all_reduce(torch.zeros(1, device=self.device))
 
     def agree(self, asked: dict[str, object]) -> None:
         """Refuse to go on where ranks were asked for different things.

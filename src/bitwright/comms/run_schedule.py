@@ -1,13 +1,19 @@
 """The interpreter of schedules over torch.distributed: the same transfers as messages between processes.
 
-Each rank goes through the steps it takes part in. In a step it posts all its receives and sends, waits for them, and
-only then adds or copies what came: the order of `simulate`, so that results are equal to it bit for bit, and no send
-waits for a receive that its partner has not posted. Slices travel as bytes (`wire_codec`). Under a format with scales
-each slice finds its own, so that a number that is passed on may be rounded once more than in `simulate`, and ranks may
-differ in a last place; the hooks of DDP (`hooks`) cut where blocks end, and do not.
+Each rank goes through the steps it takes part in. In a step it posts all its receives and sends as one group, waits for
+them, and only then adds or copies what came: the order of `simulate`, so that results are equal to it bit for bit.
+Slices travel as bytes (`wire_codec`). Under a format with scales each slice finds its own, so that a number that is
+passed on may be rounded once more than in `simulate`, and ranks may differ in a last place; the hooks of DDP (`hooks`)
+cut where blocks end, and do not.
 
-It runs over any backend with point-to-point messages; Gloo on CPUs. A library's own collectives are faster where they
-exist. This is for algorithms that they do not have, for networks under study, and as a proof of the schedules.
+It runs over any backend with point-to-point messages. NCCL runs what is not grouped in the order in which it was
+posted, so that two ranks that both receive first would wait for each other for ever; in a group the order does not
+matter. Gloo knows no groups, and there receives come first: what tells the sender that it may begin would otherwise
+queue behind this rank's own data, and the two directions would follow one another. NCCL pays no heed to tags, so that
+messages between two ranks are posted in the same order at both ends.
+
+A library's own collectives are faster where they exist. This is for algorithms that they do not have, for networks
+under study, and as a proof of the schedules. Source: NVIDIA's NCCL user guide, group calls.
 """
 
 from __future__ import annotations
@@ -35,7 +41,8 @@ def run_schedule(
         schedule: over as many ranks as the group has; an all-to-all takes a multiple of that many elements.
         buffer_L: fp32 [L] of this rank, equally long on all; it stays as it is.
         wire: how numbers travel and sums are kept; None: fp32.
-        group: of the processes; all of them unless given.
+        group: of the processes; all of them unless given. Over NCCL its ranks must have done some collective before,
+            since not all of them take part in each step.
 
     Raises:
         CommsError: another number of ranks, or a tensor that is no fp32 vector.
@@ -68,27 +75,24 @@ def _run_step(
     wire: WireFormat,
     group: dist.ProcessGroup | None,
 ) -> None:
-    pending: list[tuple[dist.Work | None, Tensor]] = []
+    receives, sends = [], []
     arriving: list[tuple[Transfer, Tensor, int | None]] = []
-    # Receives first: what tells the sender that it may begin would otherwise queue behind this rank's own data, and the
-    # two directions would follow one another.
-    for index, item in enumerate(items):
-        length = bounds[item.stop] - bounds[item.first]
-        if item.source == item.destination:
-            arriving.append((item, buffer[bounds[item.first] : bounds[item.stop]].clone(), None))
-        elif item.destination == rank and length:
-            content = torch.empty(wire.num_bytes(length), dtype=torch.uint8, device=buffer.device)
-            pending.append((dist.irecv(content, _global(item.source, group), group, _tag(items, index)), content))
-            arriving.append((item, content, length))
     for index, item in enumerate(items):
         own = buffer[bounds[item.first] : bounds[item.stop]]
-        if item.source == rank != item.destination and own.numel():
-            content = encode(own, wire)
-            work = dist.isend(content, _global(item.destination, group), group, _tag(items, index))
-            pending.append((work, content))
-    for work, _ in pending:
-        if work is not None:
-            work.wait()
+        length, tag = own.numel(), _tag(items, index)
+        if item.source == item.destination:
+            arriving.append((item, own.clone(), None))
+        elif item.destination == rank and length:
+            content = torch.empty(wire.num_bytes(length), dtype=torch.uint8, device=buffer.device)
+            receives.append(dist.P2POp(dist.irecv, content, group=group, group_peer=item.source, tag=tag))
+            arriving.append((item, content, length))
+        elif item.source == rank and length:
+            to = item.destination
+            sends.append(dist.P2POp(dist.isend, encode(own, wire), group=group, group_peer=to, tag=tag))
+    # Kept until all is through: a send reads its bytes until then.
+    grouped = [*receives, *sends]
+    for work in dist.batch_isend_irecv(grouped) if grouped else ():
+        work.wait()
     found: dict[tuple[int, bool], list[tuple[int, Tensor]]] = {}
     for item, content, received in arriving:
         values = content if received is None else decode(content, wire, received)
@@ -109,7 +113,3 @@ def _tag(items: list[Transfer], index: int) -> int:
     """The number of this message among those of its two ranks in a step: the same at both ends."""
     item = items[index]
     return sum(other[1:3] == item[1:3] for other in items[:index])
-
-
-def _global(rank: int, group: dist.ProcessGroup | None) -> int:
-    return rank if group is None else dist.get_global_rank(group, rank)
