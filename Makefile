@@ -36,8 +36,8 @@ benchmark: $(VENV)/installed-tests
 	$(BIN)/python benchmarks/optimize.py all
 	$(BIN)/python benchmarks/estimators.py
 	$(BIN)/python benchmarks/inference.py all
-	$(BIN)/python benchmarks/collective_accuracy.py
-	$(BIN)/python benchmarks/comm_accuracy.py
+	$(BIN)/python benchmarks/collective_accuracy.py --write
+	$(BIN)/python benchmarks/comm_accuracy.py --json
 	$(BIN)/python benchmarks/wire_error.py
 	for name in three_am swallowed_updates parity choice cost products lora; do $(BIN)/python benchmarks/training/$$name.py || exit; done
 
