@@ -22,7 +22,7 @@ from unsearched_plans import uniform_plan
 from bitwright.cli.progress import Bars
 from bitwright.inference import apply
 from bitwright.inference.counters import PaddingCounts
-from bitwright.inference.packed.fallback import measure_break_even
+from bitwright.inference.packed.break_even import measure_break_even
 from bitwright.inference.packed.model import plain_copy
 from bitwright.inference.packed.native_rows import INT8_MULTIPLES, int8_rows
 from bitwright.inference.packed.padding import Multiples, Padding

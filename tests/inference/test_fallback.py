@@ -14,7 +14,8 @@ from torch import nn
 
 from bitwright.errors import SchemeError
 from bitwright.inference import FallbackSettings, apply
-from bitwright.inference.packed.fallback import BreakEven, Hysteresis, measure_break_even
+from bitwright.inference.hysteresis import Hysteresis
+from bitwright.inference.packed.break_even import BreakEven, measure_break_even
 from bitwright.inference.packed.modules import PackedLinear
 from bitwright.models import find_sites
 from bitwright.quantize import SCHEMES, fake_quantize

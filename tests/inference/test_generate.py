@@ -12,10 +12,12 @@ import torch
 from small_plans import choice, plan_of, uniform_plan
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.cache_utils import Cache, DynamicLayer
 from value_models import make_value_model
 
 from bitwright.errors import DataError
-from bitwright.inference import apply
+from bitwright.inference import FallbackSettings, apply
+from bitwright.inference.counters import FallbackCounts
 from bitwright.inference.generation.generate import generate
 from bitwright.inference.generation.sampling import Chooser, Sampling
 from bitwright.inference.generation.token_reader import DeviceClock, StreamCalls, TokenReader, bring
@@ -151,26 +153,133 @@ def test_the_count_sees_what_waits(waits: Counter[str]) -> None:
     assert waits["aten._local_scalar_dense.default"] >= 3
 
 
-def overflowing_plan(model: Any, scale: float) -> Any:
+#: A scale under which INT8 reaches all inputs of these models.
+FAR = 0.05
+
+
+def overflowing_plan(model: Any, scale: float, only: str = "") -> Any:
+    """INT8 inputs under one scale, of matrices with that in their names; those of others reach far."""
     plan = uniform_plan(find_sites(model), "int8_static")
-    return plan.attach(tensors={name: np.full_like(array, scale) for name, array in plan.tensors.items()})
+    tensors = {name: np.full_like(array, scale if only in name else FAR) for name, array in plan.tensors.items()}
+    return plan.attach(tensors=tensors)
 
 
-def test_a_step_that_overflowed_is_run_again_wide() -> None:
-    """One step late, and with the tokens that looking at once gives: inputs of all matrices unrounded."""
-    model = make_value_model("llama")
-    planned: Any = apply(overflowing_plan(model, 1e-4), model, mode="auto", dtype=torch.float32)
-    at_once = generate(planned, IDS, max_new_tokens=6, lag=0)
-    assert planned.bitwright_run.counters.repeated_steps == 0
+def overflowing(architecture: str, scale: float, only: str = "", **settings: int) -> Any:
+    model = make_value_model(architecture)
+    plan = overflowing_plan(model, scale, only)
+    return apply(plan, model, mode="auto", dtype=torch.float32, fallback=FallbackSettings(**settings))
+
+
+def told_of(planned: Any) -> dict[str, tuple[int, ...]]:
+    """Matrix → everything that was counted of it."""
+    fields = FallbackCounts.__dataclass_fields__
+    fallbacks = planned.bitwright_run.counters.fallbacks
+    return {name: tuple(getattr(counts, field) for field in fields) for name, counts in fallbacks.items()}
+
+
+NEVER_HELD = {"window": 100, "enter": 100}
+
+
+@pytest.mark.parametrize(
+    ("scale", "only", "max_fallbacks"),
+    [(1e-4, "", 3), (0.01, "down_proj", 0), (0.01, "down_proj", 1), (0.02, "up_proj", 3), (FAR, "", 3)],
+)
+def test_what_is_heard_late_is_the_same_rule(scale: float, only: str, max_fallbacks: int) -> None:
+    """The tokens of looking at once, and its counts, matrix by matrix: of two sequences some overflow, or both."""
+    runs = [overflowing("llama", scale, only, max_fallbacks_per_batch=max_fallbacks, **NEVER_HELD) for _ in range(2)]
+    found = [generate(planned, IDS, max_new_tokens=12, lag=lag) for lag, planned in enumerate(runs)]
+    assert found[1].tokens == found[0].tokens and found[1].num_steps == found[0].num_steps == 11
+    assert told_of(runs[1]) == told_of(runs[0])
+    assert found[1].cache.get_seq_length() == found[0].cache.get_seq_length()
+    late, at_once = (planned.bitwright_run.counters for planned in reversed(runs))
+    assert at_once.repeated_steps == at_once.overflowed_steps == 0
+    assert late.repeated_steps == late.overflowed_steps == {1e-4: 11, FAR: 0}.get(scale, late.repeated_steps)
+    assert (late.repeated_steps > 0) == (scale < FAR)
+
+
+def test_a_storm_heard_late_repeats_no_more_than_holds() -> None:
+    """Of twenty steps that overflow, those until matrices are held are run twice, and the one that was under way."""
+    planned = overflowing("llama", 1e-4, window=6, enter=3, leave=6)
+    generate(planned, IDS, max_new_tokens=21, lag=1)
     counters = planned.bitwright_run.counters
-    late = generate(planned, IDS, max_new_tokens=6, lag=1)
-    assert late.tokens == at_once.tokens
-    assert counters.repeated_steps == counters.overflowed_steps == 5
-    assert late.cache.get_seq_length() == at_once.cache.get_seq_length()
-    calm: Any = apply(overflowing_plan(model, 10.0), model, mode="auto", dtype=torch.float32)
-    generate(calm, IDS, max_new_tokens=6, lag=1)
-    assert calm.bitwright_run.counters.repeated_steps == 0
-    assert calm.bitwright_run.counters.metrics()["fallback_token_fallbacks"] == 0
+    assert counters.overflowed_steps == 20 and 2 <= counters.repeated_steps <= 3
+    for counts in counters.fallbacks.values():
+        assert counts.calls == 21 and counts.tokens == 2 * 20 + 18 and counts.overflowed_tokens >= counts.tokens - 2
+        assert counts.held_calls >= 21 - 4 and counts.switches == 1
+
+
+def test_what_overflowed_in_the_prompt_is_held_in_the_first_step() -> None:
+    planned = overflowing("llama", 1e-4, window=1, enter=1, leave=3)
+    generate(planned, IDS, max_new_tokens=6, lag=1)
+    counters = planned.bitwright_run.counters
+    assert counters.repeated_steps == 0 and counters.metrics()["fallback_held_calls"] == 14 * 5
+
+
+def test_a_storm_that_moves_about_does_not_repeat_for_ever() -> None:
+    """Every step overflows, in a matrix that itself overflows too seldom to be held."""
+    planned = overflowing("llama", FAR, window=8, enter=4, leave=8)
+    names = list(planned.bitwright_run.counters.fallbacks)
+    step = -1
+
+    def overflows_in_turn(name: str) -> Any:
+        return lambda x: torch.ones(x.shape, dtype=torch.bool) if names[step % len(names)] == name else x > 1e9
+
+    for name in names:
+        planned.get_submodule(name.removesuffix(".weight")).packed.inputs.overflows = overflows_in_turn(name)
+
+    def begin(*_: Any) -> None:
+        nonlocal step
+        step += 1
+
+    planned.register_forward_pre_hook(begin)
+    generate(planned, IDS, max_new_tokens=25, lag=1)
+    counters = planned.bitwright_run.counters
+    assert counters.overflowed_steps == 24 and counters.repeated_steps <= 5
+    assert counters.metrics()["fallback_held_calls"] == 0
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "codes"])
+def test_a_window_that_slid_is_brought_back(kind: str) -> None:
+    """Tokens of looking at once, from caches whose step overwrites what a repeated step needs: a window of 7."""
+    model = make_value_model("gemma3")
+    weights = overflowing_plan(model, 0.022, "up_proj")
+    caches = [site for site in find_value_sites(model) if site.role == "kv_cache" and kind == "codes"]
+    plan = plan_of([*weights.sites, *(choice(site, "int8_token") for site in caches)], weights.tensors)
+    found, runs = [], []
+    for lag in (0, 1):
+        settings = FallbackSettings(**NEVER_HELD)
+        runs.append(apply(plan, model, mode="auto", dtype=torch.float32, fallback=settings))
+        cache_kind: Any = "static" if kind == "static" else "dynamic"
+        found.append(generate(runs[-1], IDS, max_new_tokens=16, lag=lag, cache_kind=cache_kind))
+    assert found[1].tokens == found[0].tokens and found[1].notes == ()
+    assert told_of(runs[1]) == told_of(runs[0])
+    assert runs[1].bitwright_run.counters.repeated_steps > 0
+
+
+def test_a_cache_that_cannot_be_brought_back_runs_exactly_and_says_so() -> None:
+    class OwnLayer(DynamicLayer):  # type: ignore[misc]
+        pass
+
+    at_once, late = (overflowing("llama", 0.02, "up_proj", **NEVER_HELD) for _ in range(2))
+    expected = generate(at_once, IDS, max_new_tokens=12, lag=0)
+    found = generate(late, IDS, max_new_tokens=12, lag=1, cache=Cache(layer_class_to_replicate=OwnLayer))
+    assert found.tokens == expected.tokens and told_of(late) == told_of(at_once)
+    counters = late.bitwright_run.counters
+    assert counters.repeated_steps == 0 and counters.overflowed_steps > 0
+    (note,) = found.notes
+    assert note.startswith("no step is taken back in a cache of OwnLayer, so that what may overflow is computed")
+
+
+@pytest.mark.parametrize("scale", [1e-4, 0.02])
+def test_no_step_that_overflows_makes_the_host_wait(scale: float, waits: Counter[str]) -> None:
+    planned = overflowing("llama", scale, **NEVER_HELD)
+    counts = []
+    for num_tokens in (2, 2, 6):
+        waits.clear()
+        generate(planned, IDS, max_new_tokens=num_tokens, lag=1)
+        counts.append(dict(waits))
+    assert counts[1] == counts[2]
+    assert planned.bitwright_run.counters.repeated_steps > 0
 
 
 def test_sampling_draws_what_it_says() -> None:

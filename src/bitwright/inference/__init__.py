@@ -15,8 +15,9 @@ from bitwright.inference.emulation.site_rules import (
 from bitwright.inference.emulation.values import ValueRule, emulate_values, value_rule, value_rules, value_tensors_of
 from bitwright.inference.generation.generate import Generated, generate
 from bitwright.inference.generation.sampling import Sampling
+from bitwright.inference.hysteresis import FallbackSettings
 from bitwright.inference.metrics import RunCollector
-from bitwright.inference.packed.fallback import BreakEven, FallbackSettings, measure_break_even
+from bitwright.inference.packed.break_even import BreakEven, measure_break_even
 from bitwright.inference.run_plan import apply
 from bitwright.inference.run_report import RunReport, SiteRun
 from bitwright.inference.static.calibration import calibrate_static

@@ -67,7 +67,7 @@ def count_overflows(x: Tensor, scheme: TensorScheme, scale: Tensor | None = None
 
 @dataclass(kw_only=True, slots=True)
 class FallbackCounts:
-    """What one matrix met, and what was done about it (`packed/fallback.py`); grows with every call."""
+    """What one matrix met, and what was done about it (`fallback.py`); grows with every call."""
 
     calls: int = 0
     tokens: int = 0

@@ -31,11 +31,12 @@ from torch.export import ExportedProgram
 from bitwright.errors import PlanError
 from bitwright.inference.emulation.emulate import SiteRule, emulate
 from bitwright.inference.emulation.program import apply_to_program
+from bitwright.inference.emulation.program_values import listed
 from bitwright.inference.emulation.site_rules import site_rules
 from bitwright.inference.emulation.values import ValueRule, emulate_values, value_rules
+from bitwright.inference.hysteresis import DEFAULT_FALLBACK, FallbackSettings
 from bitwright.inference.modes import Mode, find_mode
 from bitwright.inference.packed.compute_dtype import settle_dtype
-from bitwright.inference.packed.fallback import DEFAULT_FALLBACK, FallbackSettings
 from bitwright.inference.packed.model import packed_model
 from bitwright.inference.packed.modules import raise_if_planned
 from bitwright.inference.packed.value_hooks import round_values_of
@@ -44,6 +45,7 @@ from bitwright.inference.run_report import emulated_report
 from bitwright.models.linear_calls import LinearCalls, Matrix, Operation, matrices_of
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.sites import Site
+from bitwright.models.value_calls import PRODUCT_PARTS, OffersItsValues
 from bitwright.models.value_sites import ValueSite, find_value_sites
 from bitwright.plan import Plan
 
@@ -124,6 +126,7 @@ def _packed(
     sites: Sequence[Site] | None,
 ) -> nn.Module:
     raise_if_planned(module)
+    _raise_if_values_are_in_a_program(plan, module)
     known = sites_of(plan, module) if sites is None else tuple(sites)
     values = value_rules(plan, find_value_sites(module)) if _rounds_values(plan) else {}
     settled, reason = settle_dtype(model, dtype)
@@ -132,6 +135,19 @@ def _packed(
         round_values_of(planned, values, known)
     planned.bitwright_run = report  # type: ignore[assignment]
     return planned
+
+
+def _raise_if_values_are_in_a_program(plan: Plan, module: nn.Module) -> None:
+    """Values that a module offers as a program, which has no packed weights; products have modules of their own."""
+    if not isinstance(module, OffersItsValues):
+        return
+    rounded = (c.name for c in plan.sites if c.kind != "weight" and c.scheme != "as_loaded")
+    inside = [name for name in rounded if name.rpartition(":")[2] not in PRODUCT_PARTS.values()]
+    if inside:
+        raise PlanError(
+            f"the plan rounds values at {listed(inside)} of a module that is not transformers', reached in its program "
+            'alone; run it with mode "emulate", or plan it with values="none"'
+        )
 
 
 def _rounds_values(plan: Plan) -> bool:

@@ -10,7 +10,7 @@ numbers, since values are rounded on their way in (`packed/value_hooks.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -90,6 +90,18 @@ class CodedLayer(DynamicLayer):  # type: ignore[misc]
         self.num_seen = max(0, self.num_seen + tokens_to_remove)
         for store, hidden in zip(self.codes, self._hidden, strict=True):
             store.keep(0, self.num_seen + hidden)
+
+    def remember(self) -> Callable[[], None]:
+        """What brings the layer back to what it holds now, whatever has come or was forgotten since."""
+        assert self.codes is not None
+        seen, hidden, undo = self.num_seen, list(self._hidden), [store.remember() for store in self.codes]
+
+        def bring_back() -> None:
+            self.num_seen, self._hidden = seen, list(hidden)
+            for bring_store_back in undo:
+                bring_store_back()
+
+        return bring_back
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """The sequences of a beam search in another order."""

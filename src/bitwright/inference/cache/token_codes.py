@@ -213,6 +213,15 @@ class TokenCodes:
             self._num_units -= whole
         return first - whole * unit
 
+    def remember(self) -> Callable[[], None]:
+        """What brings back what is kept now: later tokens are written behind it, or into other tensors."""
+        parts, num_units, tail = dict(self._parts), self._num_units, self._tail
+
+        def bring_back() -> None:
+            self._parts, self._num_units, self._tail = dict(parts), num_units, tail
+
+        return bring_back
+
     def change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a choice of sequences to everything."""
         self._parts = {name: change(part) for name, part in self._parts.items()}

@@ -7,8 +7,10 @@ device: its token, the mask, the positions. The host hears of tokens as `token_r
 (`on_tokens`), and looks for stop tokens; on a GPU one step late, so that at most one step is run for nothing. There is
 no `.item()`, no `.cpu()` and no `synchronize` in a step (`tests/inference/test_generate.py` counts).
 
-Where inputs of matrices may overflow (`packed/fallback.py`), a GPU's count is not looked at either: a step only marks
-that something did, the mark is read with the token, and that step is run once more, wide, from the cache as it was.
+Where inputs of matrices may overflow (`fallback.py`), a GPU's counts are not looked at either: they come to the host
+with the step's token, and are counted there. A step that saturated something is run once more, exactly, from the cache
+as it was (`late_watch.py`). Steps that had to be run again often are exact at once; so are all of them where a cache
+cannot be brought back, and `Generated.notes` says so.
 
 Legend: B sequences, T tokens.
 """
@@ -18,16 +20,16 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from bitwright.errors import DataError, MissingExtra
+from bitwright.inference.generation.late_watch import LateWatch, WatchedStep
 from bitwright.inference.generation.sampling import Chooser, Sampling
 from bitwright.inference.generation.token_reader import DeviceClock, TokenReader, bring
-from bitwright.inference.run_report import RunReport
 
 #: Told of every step: the new token of each sequence that goes on still, None for those that have ended.
 OnTokens = Callable[[list[int | None]], None]
@@ -51,6 +53,8 @@ class Generated:
     cache_bytes: int
     #: The cache itself, for what comes next.
     cache: Any = field(repr=False, default=None)
+    #: Anything a reader must know.
+    notes: tuple[str, ...] = ()
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -98,13 +102,12 @@ def generate(
     input_ids = bring(input_ids, device)
     if attention_mask is not None:
         attention_mask = bring(attention_mask, device)
-    report = getattr(model, "bitwright_run", None)
     loop = _Loop(
         model=model,
         cache=_new_cache(model, cache_kind, input_ids.shape[1] + max_new_tokens) if cache is None else cache,
         choose=Chooser(sampling or Sampling(), device),
         reader=TokenReader(device, lag),
-        run=report if isinstance(report, RunReport) else None,
+        run=getattr(model, "bitwright_run", None),
         known_arguments=frozenset(inspect.signature(cast(Any, model).forward).parameters),
         stop_ids=frozenset(stop_ids),
         mask=None if attention_mask is None else _whole_mask(attention_mask, past, max_new_tokens),
@@ -129,6 +132,7 @@ def generate(
         decode_s=decode_s,
         cache_bytes=cache_bytes(loop.cache),
         cache=loop.cache,
+        notes=loop.watch.notes,
     )
 
 
@@ -138,6 +142,7 @@ class _Step:
 
     inputs: Tensor
     positions: Tensor
+    watched: WatchedStep = field(default_factory=WatchedStep)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -146,7 +151,8 @@ class _Loop:
     cache: Any
     choose: Chooser
     reader: TokenReader
-    run: RunReport | None
+    #: How the model runs, where it says so.
+    run: Any
     #: Arguments that the model's forward has.
     known_arguments: frozenset[str]
     stop_ids: frozenset[int]
@@ -163,6 +169,7 @@ class _Loop:
     flying: deque[_Step] = field(default_factory=deque)
     num_heard: int = 0
     num_steps: int = 0
+    watch: LateWatch = field(default_factory=lambda: LateWatch(run=None))
 
     def prefill(self, input_ids: Tensor) -> None:
         """Read the prompts and choose the first token."""
@@ -176,9 +183,8 @@ class _Loop:
     def decode(self, max_new_tokens: int) -> None:
         """Token by token, until all sequences have stopped or are as long as they may be."""
         assert self.next is not None
-        if self.run is not None:
-            self.run.watch.late = self.reader.lag > 0
-        try:
+        self.watch = LateWatch.of(self.run, self.cache, self.reader.lag)
+        with self.watch:
             while not all(self.stopped):
                 has_room = self.num_heard + len(self.flying) < max_new_tokens
                 if has_room and len(self.flying) <= self.reader.lag:
@@ -188,17 +194,15 @@ class _Loop:
                     self._hear()
                 else:
                     break
-        finally:
-            if self.run is not None:
-                self.run.watch.late = False
 
-    def _run_step(self, step: _Step) -> None:
+    def _run_step(self, step: _Step, *, is_repeated: bool = False) -> None:
         """Put tokens in, choose the next ones, and send them to the host."""
+        watched = self.watch.before_step(self.cache, is_repeated=is_repeated)
         chosen = self.choose(self._logits(step))
         self.next = _Step(inputs=chosen, positions=step.positions[:, -1:] + 1)
-        self.flying.append(step)
-        seen = None if self.run is None else self.run.watch.take()
-        self.reader.send(chosen if seen is None else torch.cat([chosen.flatten(), seen.long().view(1)]))
+        self.flying.append(replace(step, watched=watched))
+        counts = self.watch.after_step(watched)
+        self.reader.send(chosen if counts is None else torch.cat([chosen.flatten(), counts]))
 
     def _logits(self, step: _Step) -> Tensor:
         """Of the last token, [B, V]."""
@@ -219,12 +223,10 @@ class _Loop:
         """Take in the oldest tokens under way, or run their step again where something overflowed in it."""
         step = self.flying.popleft()
         numbers = self.reader.read()
-        is_marked = len(numbers) > len(self.produced) and bool(numbers.pop())
-        if is_marked and self.run is not None:
-            self.run.counters.overflowed_steps += 1
-            if not any(getattr(layer, "is_sliding", False) for layer in self.cache.layers):
-                self._repeat(step, self.run)
-                return
+        numbers, counts = numbers[: len(self.produced)], numbers[len(self.produced) :]
+        if self.watch.must_repeat(step.watched, counts):
+            self._repeat(step)
+            return
         tokens: list[int | None] = []
         for sequence, token in enumerate(numbers):
             self.stopped[sequence] = self.stopped[sequence] or token in self.stop_ids
@@ -235,19 +237,15 @@ class _Loop:
         if self.on_tokens is not None and any(token is not None for token in tokens):
             self.on_tokens(tokens)
 
-    def _repeat(self, step: _Step, run: RunReport) -> None:
-        """Forget a step and those after it, and run it wide."""
+    def _repeat(self, step: _Step) -> None:
+        """Forget a step and those after it, and run it exactly."""
         num_forgotten = 1 + len(self.flying)
-        self.cache.crop(-num_forgotten)
+        self.watch.take_back(step.watched, num_forgotten)
         self.num_past -= num_forgotten
+        self.num_steps -= len(self.flying)
         self.reader.forget(len(self.flying))
         self.flying.clear()
-        run.counters.repeated_steps += 1
-        run.watch.wide = True
-        try:
-            self._run_step(step)
-        finally:
-            run.watch.wide = False
+        self._run_step(step, is_repeated=True)
 
 
 def raise_if_too_long(model: nn.Module, num_prompt_tokens: int, max_new_tokens: int) -> None:

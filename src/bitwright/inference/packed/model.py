@@ -28,9 +28,11 @@ from torch import Tensor, nn
 from bitwright.inference.counters import FallbackCounts
 from bitwright.inference.emulation.emulate import SiteRule, input_rule
 from bitwright.inference.emulation.site_rules import codes_of, site_rules
+from bitwright.inference.fallback import Fallback
+from bitwright.inference.hysteresis import FallbackSettings, Hysteresis
 from bitwright.inference.modes import Mode, spell_dtype
+from bitwright.inference.overflow_watch import OverflowWatch
 from bitwright.inference.packed.choice import Multiplication, choose, raise_if_not_native
-from bitwright.inference.packed.fallback import Fallback, FallbackSettings, Hysteresis
 from bitwright.inference.packed.input_rounding import InputRounding
 from bitwright.inference.packed.modules import PackedEmbedding, PackedLinear, PackedOperand, raise_if_planned
 from bitwright.inference.packed.rows import Rows, packed_rows, plain_rows
@@ -86,7 +88,15 @@ def packed_model(
     for matrix in matrices_of(sites):
         input_rule(matrix, rules)
     # everything that can be refused is refused by now
-    run = RunReport(mode=mode, dtype=dtype, dtype_reason=dtype_reason, device_type=device_type, sites=(), other_bytes=0)
+    run = RunReport(
+        mode=mode,
+        dtype=dtype,
+        dtype_reason=dtype_reason,
+        device_type=device_type,
+        sites=(),
+        other_bytes=0,
+        watch=OverflowWatch() if fallback is None else OverflowWatch(steps=Hysteresis(settings=fallback)),
+    )
     builder = _Builder(plan=plan, model=model, sites=sites, fallback=fallback, rules=rules, chosen=chosen, run=run)
     planned = _structure_of(model)
     builder.replace_matrices(planned)
@@ -229,12 +239,7 @@ class _Builder:
         if self.fallback is None or inputs.overflows(nothing) is None:
             return None
         counts = self.run.counters.fallbacks.setdefault(matrix.name, FallbackCounts())
-        return Fallback(
-            settings=self.fallback,
-            watch=self.run.watch,
-            counts=counts,
-            hysteresis=Hysteresis(settings=self.fallback),
-        )
+        return Fallback.new(self.fallback, self.run.watch, counts)
 
     def _put(self, planned: nn.Module, owner: str, name: str, packed: Sequence[PackedWeight], matrix: Matrix) -> None:
         module = planned.get_submodule(owner)

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from bitwright.inference.packed.fallback import Action, Fallback, places_of
+from bitwright.inference.fallback import Action, Fallback, places_of
 from bitwright.inference.packed.input_rounding import InputRounding
 from bitwright.inference.packed.rows import Rows
 
@@ -139,6 +139,10 @@ class PackedWeight(nn.Module):
                 y_MN = self.narrow(changed_MK)
                 places = places_of(overflowed_M)
                 return y_MN.index_copy(0, places, self.wide(changed_MK[places]).to(y_MN.dtype))
+            case Action.BOTH:
+                y_MN = self.narrow(changed_MK)
+                rescued_M1 = self.fallback.rescued(overflowed_M).unsqueeze(-1)
+                return torch.where(rescued_M1, self.wide(changed_MK).to(y_MN.dtype), y_MN)
 
     def _multiply(self, x_MK: Tensor) -> Tensor:
         """Products with inputs that are numbers, in their dtype."""
