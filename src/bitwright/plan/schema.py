@@ -87,7 +87,7 @@ class SiteChoice(Record):
     bytes: int = Field(ge=0)
     #: Stored bits per weight.
     bits: Number = Field(ge=0)
-    #: KL with this site alone changed.
+    #: KL with this site alone changed; of "learned" codes, what was predicted before they were refined.
     predicted_kl: Number
 
     @property
@@ -110,6 +110,7 @@ class Summary(Record):
     nominal_bits: Number = Field(ge=0)
     #: Stored bytes of all weights of the model.
     weight_bytes: int = Field(ge=0)
+    #: Before any codes were refined ("learned"): nothing predicts what that gains.
     predicted_kl: Number
 
 

@@ -25,6 +25,9 @@ from bitwright.search.progress import Stage
 from bitwright.search.quantizer import Quantizer
 from bitwright.search.value_scores import ValueLearned
 
+#: What is said of a prediction that stands beside a measurement with other codes than it is of.
+PREDICTED_BEFORE = ", predicted before its codes were refined"
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Meter:

@@ -1,6 +1,6 @@
 """The main job, as one reads it:
 
-    load → name the sites → calibrate and score → probe → solve → measure and mend → prove → plan
+    load → name the sites → calibrate and score → probe → solve → measure and mend → (refine) → compare → prove → plan
 
 Each stage is a file of its own; what they say of their work goes into the plan. Nothing is written here: the plan and
 its evidence are returned.
@@ -19,12 +19,12 @@ from bitwright.search.draft import draft_plan
 from bitwright.search.learn import Learned
 from bitwright.search.learn_choices import learn_scores
 from bitwright.search.limits import judge, quantity_of, value_of
-from bitwright.search.measure import Meter
-from bitwright.search.mend import Mended, mend
+from bitwright.search.measure import PREDICTED_BEFORE, Meter
+from bitwright.search.mend import mend
 from bitwright.search.pareto import pareto_front
 from bitwright.search.probe import measure_roles, probe
 from bitwright.search.progress import Progress, Silent
-from bitwright.search.refine import raise_if_no_room, refine
+from bitwright.search.refine import Refined, raise_if_no_room, refine, unrefined
 from bitwright.search.robustness import study_robustness
 from bitwright.search.settings import default_schemes, first_aim, settle
 from bitwright.search.subject import Subject, known_reference, known_reference_facts, open_subject, spool_folder
@@ -158,16 +158,20 @@ def optimize(
     )
     if preferred is not mended:
         mended, uniform = preferred, compare_with_uniform(preferred, meter, seed, clock)
-    roles = measure_roles(mended.problem, mended.assignment, meter, clock)
-    plan = draft_plan(subject, settings, mended, (*probes, *roles), learned, learned_values, clock)
-    plan = plan.replace(
-        uniform=uniform,
-        pareto=() if pareto_points is None else pareto_front(mended, meter, pareto_points, seed, clock),
-        robustness=study_robustness(subject, settings, mended, meter, clock) if robustness else None,
-    )
+    refined = unrefined(mended, meter)
     if settings.effort == "high":
-        plan = refine(plan, mended.assignment, meter, subject, folder, clock)
-    proved = _prove(plan, subject, mended, clock)
+        refined = refine(mended, meter, subject, seed=seed, folder=folder, progress=clock)
+        mended = refined.mended
+    if refined.codes:
+        uniform = compare_with_uniform(mended, meter, seed, clock)
+    roles = measure_roles(mended.problem, mended.assignment, refined.own, clock)
+    plan = draft_plan(subject, settings, mended, (*probes, *roles), learned, learned_values, clock)
+    plan = refined.written_to(plan).replace(
+        uniform=uniform,
+        pareto=() if pareto_points is None else pareto_front(mended, meter, refined.own, pareto_points, seed, clock),
+        robustness=study_robustness(subject, settings, mended, refined.own, clock) if robustness else None,
+    )
+    proved = _prove(plan, subject, refined, clock)
     paths = {
         "model": subject.loaded.name if isinstance(model, LoadedModel) else lasting_path(model),
         "calibration": lasting_path(calibration),
@@ -192,8 +196,9 @@ def open_meter(subject: Subject, learned: Learned, values: ValueLearned | None, 
     )
 
 
-def _prove(plan: Plan, subject: Subject, mended: Mended, progress: Progress) -> Plan:
+def _prove(plan: Plan, subject: Subject, refined: Refined, progress: Progress) -> Plan:
     """Look at the final text, once, and hold every limit against what was seen."""
+    mended = refined.mended
     reference = known_reference(subject, subject.splits.final, progress)
     facts = known_reference_facts(subject, reference, progress)
     measured = prove(
@@ -216,7 +221,7 @@ def _prove(plan: Plan, subject: Subject, mended: Mended, progress: Progress) -> 
     values["max_overflow_risk"] = share * (measured.overflows or 0.0)
     limits = judge(plan.budget.limits, {**values, **measured.quality})
     whole_plan = Prediction(
-        what="the plan, on the final text",
+        what=f"the plan, on the final text{PREDICTED_BEFORE if refined.codes else ''}",
         predicted_kl=plan.summary.predicted_kl,
         measured_kl=measured.kl.mean,
         kind="total",

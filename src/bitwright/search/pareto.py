@@ -53,13 +53,14 @@ class _Candidate:
 
 
 def pareto_front(
-    mended: Mended, meter: Meter, num_points: int, seed: int, progress: Progress
+    mended: Mended, meter: Meter, own_meter: Meter, num_points: int, seed: int, progress: Progress
 ) -> tuple[ParetoPoint, ...]:
     """The measured front, by rising memory; the plan itself is among its points.
 
     Args:
         mended: the plan, and the problem with what was measured on the way.
         meter: measures on the repair text.
+        own_meter: measures the plan there, with the codes that it has.
         num_points: how many points are measured at most, the plan included.
         seed: of the resampling.
         progress: shows the stages.
@@ -76,7 +77,8 @@ def pareto_front(
     with progress.stage("measure the front", count * len(chosen)) as stage:
         for candidate in chosen:
             counters: Counters = {}
-            effects = meter.effects(candidate.assignment, count, stage, counters)
+            measuring = own_meter if candidate is own else meter
+            effects = measuring.effects(candidate.assignment, count, stage, counters)
             points.append(
                 _point(problem, candidate.assignment, kl_estimate(effects, seed).interval, counters, meter, count)
             )

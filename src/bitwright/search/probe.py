@@ -12,7 +12,7 @@ from bitwright.quantize import SCHEMES
 from bitwright.search.candidate import Candidate
 from bitwright.search.correct import Probe, choose_role_probes, fit_roles, label_of
 from bitwright.search.learn import Learned
-from bitwright.search.measure import Meter
+from bitwright.search.measure import PREDICTED_BEFORE, Meter
 from bitwright.search.price import AS_LOADED, AnySite, Assignment
 from bitwright.search.problem import Problem, build_problem
 from bitwright.search.progress import Progress
@@ -98,6 +98,7 @@ def measure_roles(problem: Problem, assignment: Assignment, meter: Meter, progre
     """Every role alone, all its sites as assigned: what each part of a plan costs, predicted and measured."""
     count = min(ROLE_PROBE_SEQUENCES, meter.reference.text.num_sequences)
     by_role: dict[str, list[AnySite]] = {}
+    refined = set(meter.quantizer.refined)
     joint = _roles_with_one_input(problem.prices.sites, assignment)
     for site in problem.prices.all_sites:
         if assignment[site.name] != AS_LOADED:
@@ -109,7 +110,7 @@ def measure_roles(problem: Problem, assignment: Assignment, meter: Meter, progre
             chosen = {site.name: assignment[site.name] for site in sites}
             predictions.append(
                 Prediction(
-                    what=f"{role} as planned",
+                    what=f"{role} as planned{PREDICTED_BEFORE if refined & chosen.keys() else ''}",
                     predicted_kl=math.fsum(problem.site_kl(site, assignment[site.name]) for site in sites),
                     measured_kl=meter.kl(chosen, count, stage),
                     kind="plan_role",

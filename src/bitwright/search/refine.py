@@ -9,13 +9,16 @@ matrix on its own, to 0.054 in the flow of the same 8,192 tokens. What they foun
 beside what the plan had, run from the tensors that a plan keeps; the least KL stays, and the plan says so. Sites in
 question are whole matrices that store codes under scales of rows or groups, without a transform and with inputs left as
 they are; all others keep what they have, and are made up for.
+
+What a plan says of itself is measured after this, with the codes that it has by then. Nothing predicts what refining
+gains, so predictions stay those of the codes that were scored, and say so.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +37,7 @@ from bitwright.quantize.rounding.stored import LEARNED
 from bitwright.search.calibrate import calibrate
 from bitwright.search.candidate import Candidate
 from bitwright.search.measure import Meter
-from bitwright.search.output import Reference
+from bitwright.search.mend import Mended
 from bitwright.search.price import AS_LOADED, END_ROLES, Assignment
 from bitwright.search.progress import Progress
 from bitwright.search.refine_flow import find_in_flow
@@ -44,43 +47,76 @@ from bitwright.search.text import TextSet
 
 #: Added to the seed of the plan: other labels are drawn than those that the scores saw.
 REFINEMENT_SEED = 1
-#: Sequences of the repair text on which what was found is compared.
-NUM_SEQUENCES = 32
+#: What stands beside refined codes in a plan.
+_BESIDE = (
+    "only this plan's codes were refined: every predicted KL is of the codes before, and one scheme everywhere, other "
+    "points of the front and other searches were measured with theirs as a search finds them"
+)
 
 
 #: Site → tensors of its codes, as a plan keeps them.
 Codes = Mapping[str, Mapping[str, np.ndarray]]
 
 
-def refine(
-    plan: Plan, assignment: Assignment, meter: Meter, subject: Subject, folder: Path, progress: Progress
-) -> Plan:
-    """The plan with better codes, or as it is where none were found; a note tells which.
+@dataclass(frozen=True, kw_only=True)
+class Refined:
+    """What became of a plan's codes."""
+
+    #: With the effects of the codes that the plan has now, and a note of what was tried.
+    mended: Mended
+    #: Measures the plan with those codes on the repair text; no other assignment is to run under it.
+    own: Meter
+    #: Codes that took the place of those that were chosen; none where these stay.
+    codes: Codes
+
+    def written_to(self, plan: Plan) -> Plan:
+        """A plan with these codes at their sites."""
+        tensors = {key: array for key, array in plan.tensors.items() if key.rpartition("/")[0] not in self.codes}
+        for found in self.codes.values():
+            tensors |= found
+        sites = (c.model_copy(update={"rounding": LEARNED.name}) if c.name in self.codes else c for c in plan.sites)
+        return plan.replace(sites=tuple(sites)).attach(tensors=tensors)
+
+
+def unrefined(mended: Mended, meter: Meter) -> Refined:
+    """The codes that were chosen."""
+    return Refined(mended=mended, own=meter, codes={})
+
+
+def refine(mended: Mended, meter: Meter, subject: Subject, *, seed: int, folder: Path, progress: Progress) -> Refined:
+    """Better codes for an assignment, or those that it has where none are better; a note tells which.
 
     Args:
-        plan: a draft, with its tensors.
-        assignment: what the plan chooses.
+        mended: what was chosen, measured on the repair text.
         meter: measures on the repair text.
         subject: model and text.
+        seed: of the search.
         folder: on whose disk lies what the text leaves at every matrix.
         progress: shows the stages.
     """
-    text = _text_of(subject)
+    assignment, text = mended.assignment, _text_of(subject)
     tuning = replace(meter, reference=known_reference(subject, subject.splits.calibrate, progress))
-    steps = find_codes(assignment, tuning, text, seed=plan.seed, folder=folder, progress=progress)
+    steps = find_codes(assignment, tuning, text, seed=seed, folder=folder, progress=progress)
     if not steps:
-        return plan.replace(notes=(*plan.notes, "no site has codes that could be refined"))
+        note = "no site has codes that could be refined"
+        return unrefined(replace(mended, notes=(*mended.notes, note)), meter)
     tried: dict[str, Codes] = {"as chosen": {}, **steps}
-    kls = {name: _measure(assignment, meter.with_codes(codes), progress) for name, codes in tried.items()}
-    best = min(kls, key=lambda name: kls[name])
-    words = ", ".join(f"{name} {kl:.4g}" for name, kl in kls.items())
+    count = meter.reference.text.num_sequences
+    effects = {"as chosen": mended.effects}
+    for name, codes in steps.items():
+        with progress.stage("measure the refined codes", count) as stage:
+            effects[name] = meter.with_codes(codes).effects(assignment, None, stage)
+    best = min(effects, key=lambda name: effects[name].mean_kl)
+    words = ", ".join(f"{name} {found.mean_kl:.4g}" for name, found in effects.items())
     num_refined = len(next(iter(steps.values())))
     kept = f"codes of {num_refined} sites were refined" if best != "as chosen" else "refined codes were no better"
-    read = f"{text.num_tokens:,} tokens"
-    note = f"{kept} with {read}: on {_count(meter.reference)} sequences of the repair text the KL is {words}"
-    ratio = kls[best] / kls["as chosen"] if kls["as chosen"] > 0 else 1.0
-    summary = plan.summary.model_copy(update={"predicted_kl": plan.summary.predicted_kl * ratio})
-    return _with_codes(plan, tried[best]).replace(notes=(*plan.notes, note), summary=summary)
+    note = f"{kept} with {text.num_tokens:,} tokens: on {count} sequences of the repair text the KL is {words}"
+    notes = [note] if best == "as chosen" else [note, _BESIDE]
+    return Refined(
+        mended=replace(mended, effects=effects[best], notes=(*mended.notes, *notes)),
+        own=meter.with_codes(tried[best]),
+        codes=tried[best],
+    )
 
 
 def find_codes(
@@ -194,22 +230,3 @@ def _tune(
 
 def _tensors_of(codes: Mapping[str, QTensor]) -> dict[str, dict[str, np.ndarray]]:
     return {name: tensors_of(name, replace(q, codes_NK=q.codes_NK.float())) for name, q in codes.items()}
-
-
-def _with_codes(plan: Plan, codes: Codes) -> Plan:
-    """The plan with these codes at their sites."""
-    tensors = {key: array for key, array in plan.tensors.items() if key.rpartition("/")[0] not in codes}
-    for found in codes.values():
-        tensors |= found
-    sites = (c.model_copy(update={"rounding": LEARNED.name}) if c.name in codes else c for c in plan.sites)
-    return plan.replace(sites=tuple(sites)).attach(tensors=tensors)
-
-
-def _measure(assignment: Assignment, meter: Meter, progress: Progress) -> float:
-    count = _count(meter.reference)
-    with progress.stage("measure the refined codes", count) as stage:
-        return meter.effects(assignment, count, stage).mean_kl
-
-
-def _count(repair: Reference) -> int:
-    return min(NUM_SEQUENCES, repair.text.num_sequences)
