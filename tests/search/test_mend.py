@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tiny_search import problem_of
 
+from bitwright.inference import Counters
 from bitwright.models.loaded import LoadedModel, from_memory
 from bitwright.plan import Budget
 from bitwright.search import mend as mend_module
@@ -41,8 +42,12 @@ class World:
         sites = self.problem.prices.sites
         return sum(self.factor(s.name) * self.problem.site_kl(s, assignment[s.name]) for s in sites)
 
-    def effects(self, assignment: Assignment, num_sequences: int | None, stage: Any) -> TokenEffects:
+    def effects(
+        self, assignment: Assignment, num_sequences: int | None, stage: Any, counters: Counters | None = None
+    ) -> TokenEffects:
         self.num_whole += 1
+        if counters is not None:
+            counters |= self.counted(assignment)
         kl = TOKENS * self.true_kl(assignment) * self.spread
         tokens = np.full(NUM_SEQUENCES, TOKENS)
         return TokenEffects(
@@ -55,6 +60,9 @@ class World:
 
     def kl(self, assignment: Assignment, num_sequences: int, stage: Any) -> float:
         return self.true_kl(assignment)
+
+    def counted(self, assignment: Assignment) -> Counters:
+        return {}
 
 
 @pytest.fixture

@@ -17,7 +17,13 @@ from bitwright.search.compare_plans import kl_difference
 from bitwright.search.mend import mend
 from bitwright.search.problem import Problem, build_problem
 from bitwright.search.progress import Silent
-from bitwright.search.uniform import compare_with_uniform, prefer_uniform, rivals_of, uniform_solutions
+from bitwright.search.uniform import (
+    compare_with_uniform,
+    prefer_uniform,
+    rivals_of,
+    uniform_solutions,
+    why_no_rival,
+)
 
 
 @pytest.fixture
@@ -95,6 +101,33 @@ def test_a_uniform_plan_that_fits_and_is_better_is_taken(
     if is_taken:
         assert found.assignment == int8 and found.effects.mean_kl == pytest.approx(world.true_kl(int8))
         assert "int8_w everywhere keeps the limits" in found.notes[-1]
+
+
+def mended_of(problem: Problem, limits: Budget) -> tuple[Any, Any]:
+    world: Any = World(problem, lambda _: 1.0)
+    return world, mend(problem, world, budget=limits, objective="kl", max_total_kl=None, seed=0, progress=Silent())
+
+
+def test_a_plan_without_a_rival_says_so(problem: Problem) -> None:
+    """Schemes that miss one site each; a plan that is uniform itself; and one that has its rivals."""
+    names = [site.name for site in problem.prices.decoder_sites]
+    missing = {"bf16": names[0], "int8_w": names[0], "int4_g32": names[-1]}
+    scores = {
+        name: {choice: kl for choice, kl in of_site.items() if missing[choice.scheme] != name}
+        for name, of_site in problem.scores.items()
+    }
+    ragged = build_problem(problem.prices, scores, problem.correction, include_head=False)
+    world, mended = mended_of(ragged, Budget(effective_bits=9.0))
+    assert compare_with_uniform(mended, world, 0, Silent()) == ()
+    (note,) = why_no_rival(mended, ())
+    assert "no scheme is possible at every site" in note and f"is not at 1 of {len(names)}, such as model." in note
+    world, mended = mended_of(problem, Budget(effective_bits=16.0))
+    assert compare_with_uniform(mended, world, 0, Silent()) == ()
+    assert why_no_rival(mended, ()) == (
+        "the plan has one scheme for all weights in question: there is no uniform plan to hold it against",
+    )
+    world, mended = mended_of(problem, Budget(effective_bits=5.5))
+    assert why_no_rival(mended, compare_with_uniform(mended, world, 0, Silent())) == ()
 
 
 def effects_of(kl: np.ndarray) -> TokenEffects:

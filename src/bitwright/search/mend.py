@@ -6,6 +6,8 @@ On the *repair* text, with the upper end of the measured interval as the figure 
     a little over              sites are raised by measured blame: the likeliest culprits are raised one at a time, the
                                drop in KL is measured, and those with the largest drop per cost stay raised
     kept                       done; a plan that stays far below its limit is solved again once, towards it
+    too many overflows         what was counted takes the place of what was expected, and the problem is solved again
+                               (`overflow_risk.py`), before all else
 
 Cost is what better quality is paid with: bytes, or seconds where time is made small. The *final* text is not touched
 here.
@@ -16,12 +18,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from bitwright.inference import Counters
 from bitwright.plan import Budget, Repair
 from bitwright.search.bootstrap import kl_estimate, ppl_ratio_estimate
 from bitwright.search.candidate import Candidate
 from bitwright.search.limits import cost_quantity
 from bitwright.search.measure import Meter
 from bitwright.search.output import Effects
+from bitwright.search.overflow_risk import measured_risk, with_counts
 from bitwright.search.price import Assignment
 from bitwright.search.problem import Problem
 from bitwright.search.progress import Progress
@@ -99,8 +103,9 @@ def mend(
     kept: tuple[Solution, Effects, list[Repair]] | None = None
     for round_number in range(MAX_ROUNDS):
         assignment = problem.assignment(solution)
+        counters: Counters | None = None if budget.max_overflow_risk is None else {}
         with progress.stage("measure on the repair text", num_sequences) as stage:
-            effects = meter.effects(assignment, None, stage)
+            effects = meter.effects(assignment, None, stage, counters)
         repairs = [
             r if r.measured_kl_after is not None else r.model_copy(update={"measured_kl_after": effects.mean_kl})
             for r in repairs
@@ -109,9 +114,21 @@ def mend(
         figures = quality_figures(effects, budget, seed)
         ratio = max((upper / limit for limit, _, upper in figures.values()), default=0.0)
         name = max(figures, key=lambda n: figures[n][2] / figures[n][0], default="")
-        if ratio <= 1:
+        risk = 0.0 if counters is None else measured_risk(problem.prices, assignment, counters)
+        overflows = counters is not None and risk > budget.limits["max_overflow_risk"]
+        if ratio <= 1 and not overflows:
             kept = solution, effects, repairs
         last = round_number == MAX_ROUNDS - 1
+        if counters is not None and overflows and not last:
+            problem = with_counts(problem, assignment, counters)
+            again, unreachable = _solve_calmer(problem, budget, objective, max_total_kl)
+            if problem.assignment(again) != assignment:
+                notes.append(
+                    f"on the repair text {risk:.4g} values in a million overflowed against a limit of "
+                    f"{budget.max_overflow_risk:g}: solved again, with what was counted"
+                )
+                solution, repairs = again, []
+                continue
         near = ratio >= 1 - FAR or effects.mean_kl == 0
         if not figures or last or (ratio <= 1 and (near or tightened or objective == "kl")):
             break
@@ -133,7 +150,7 @@ def mend(
             break
         repairs = [*repairs, *made]
         solution = raised
-    if ratio > 1 and kept is not None:
+    if (ratio > 1 or overflows) and kept is not None:
         solution, effects, repairs = kept
         notes.append("nothing smaller was found that keeps the limits on the repair text: an earlier plan stands")
     return Mended(
@@ -145,6 +162,16 @@ def mend(
         max_total_kl=max_total_kl,
         unreachable=unreachable,
     )
+
+
+def _solve_calmer(
+    problem: Problem, budget: Budget, objective: str, max_total_kl: float | None
+) -> tuple[Solution, tuple[str, ...]]:
+    """A solution whose expected overflows lie a margin below their limit, or where there is none, within it."""
+    limit = budget.limits["max_overflow_risk"]
+    calmer = budget.model_copy(update={"max_overflow_risk": (1 - MARGIN) * limit})
+    found, unreachable = problem.solve(calmer, objective, max_total_kl)
+    return problem.solve(budget, objective, max_total_kl) if unreachable else (found, unreachable)
 
 
 def _aim(mean_kl: float, ratio: float) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bitwright.plan import QUALITY_LIMITS, Budget
 from bitwright.quantize import SCHEMES
@@ -80,6 +80,17 @@ class Problem:
         """Every quantity of a whole assignment but its KL."""
         overflow = sum(self.overflows.get(name, {}).get(choice, 0.0) for name, choice in assignment.items())
         return {**self.prices.totals(assignment), "overflow": overflow}
+
+    def with_overflows(self, rates: Scores) -> Problem:
+        """The same with other expected overflows: site → choice → per million values of the whole model."""
+
+        def changed(group: Group, option: Option) -> Option:
+            pairs = zip(group.sites, group.choices[option.key], strict=True)
+            overflow = sum(rates.get(site.name, {}).get(choice, 0.0) for site, choice in pairs)
+            return replace(option, amounts={**option.amounts, "overflow": overflow})
+
+        groups = tuple(replace(g, options=tuple(changed(g, option) for option in g.options)) for g in self.groups)
+        return replace(self, groups=groups, overflows=rates)
 
     def limits(self, budget: Budget, max_total_kl: float | None) -> dict[str, float]:
         """Quantity → what is left of the budget's limits for what is chosen: arguments of `solve`."""
@@ -153,7 +164,13 @@ def build_problem(
         overflows: site → choice → expected overflows per scored prediction; none where absent.
     """
     per_million = 1e6 / max(1, prices.num_values)
-    rates = {name: {c: per_million * n for c, n in of_site.items()} for name, of_site in (overflows or {}).items()}
+    # what rows of one matrix read counts once, as it does among the values
+    readers = Counter(site.tied_group for site in prices.sites)
+    sharing = {site.name: readers[site.tied_group] for site in prices.sites if site.tied_group is not None}
+    rates = {
+        name: {c: per_million * n / sharing.get(name, 1) for c, n in of_site.items()}
+        for name, of_site in (overflows or {}).items()
+    }
     chosen = [s for s in prices.all_sites if s.name in scores and (include_head or s.role not in END_ROLES)]
     groups = tuple(
         group

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from bitwright.inference import Counters
 from bitwright.plan import Budget, UniformComparison, verdict_of
 from bitwright.search.candidate import Candidate
 from bitwright.search.compare_plans import kl_difference
 from bitwright.search.limits import largest_sums, objective_quantity
 from bitwright.search.measure import Meter
 from bitwright.search.mend import Mended
+from bitwright.search.overflow_risk import measured_risk
 from bitwright.search.problem import Problem
 from bitwright.search.progress import Progress
 from bitwright.search.solve import Solution
@@ -100,6 +102,26 @@ def compare_with_uniform(mended: Mended, meter: Meter, seed: int, progress: Prog
     return tuple(found)
 
 
+def why_no_rival(mended: Mended, compared: tuple[UniformComparison, ...]) -> tuple[str, ...]:
+    """Why a plan is held against no uniform one, as a note; none where it is, or where no weights are in question."""
+    problem = mended.problem
+    groups = [group for group in problem.groups if group.sites[0].kind == "weight"]
+    if compared or not groups:
+        return ()
+    if uniform_solutions(problem):
+        return ("the plan has one scheme for all weights in question: there is no uniform plan to hold it against",)
+    lacking: dict[str, list[str]] = {}
+    for scheme in dict.fromkeys(c.scheme for group in groups for row in group.choices.values() for c in row):
+        without = (g for g in groups if not any(all(c.scheme == scheme for c in row) for row in g.choices.values()))
+        lacking[scheme] = [site.name for group in without for site in group.sites]
+    nearest = min(lacking, key=lambda scheme: len(lacking[scheme]))
+    where, total = lacking[nearest], sum(len(group.sites) for group in groups)
+    return (
+        f"the plan is held against no uniform one, for no scheme is possible at every site in question: {nearest}, the "
+        f"nearest, is not at {len(where)} of {total}, such as {where[0]}",
+    )
+
+
 def prefer_uniform(
     mended: Mended,
     compared: tuple[UniformComparison, ...],
@@ -123,8 +145,11 @@ def prefer_uniform(
         fits = all(amounts[quantity] <= limit for quantity, limit in limits.items())
         if comparison.verdict != "worse" or not fits or amounts.get(cost, 0) > own.get(cost, 0):
             continue
+        counters: Counters | None = None if budget.max_overflow_risk is None else {}
         with progress.stage("measure on the repair text", meter.reference.text.num_sequences) as stage:
-            effects = meter.effects(rival, None, stage)
+            effects = meter.effects(rival, None, stage, counters)
+        if counters is not None and measured_risk(prices, rival, counters) > limits["overflow"]:
+            continue
         if verdict_of(kl_difference(mended.effects, effects, seed).interval) == "better":
             note = (
                 f"{comparison.scheme} everywhere keeps the limits and came to a KL of {effects.mean_kl:.4g} on the "
