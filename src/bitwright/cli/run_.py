@@ -96,11 +96,11 @@ def write_text(text: str) -> None:
 
 
 def say_speed(planned: Any, found: Generated) -> str:
-    """One line on a generation."""
+    """One line on a generation, and its notes."""
     tokens = sum(map(len, found.tokens))
     parts = [spell_count(tokens, "token")]
     if found.num_steps:
         parts.append(f"{spell_number(found.decode_tokens_per_s)} tokens/s")
     parts.append(f"weights {spell_bytes(planned.bitwright_run.weight_bytes)}")
     parts.append(f"cache {spell_bytes(found.cache_bytes)}")
-    return ", ".join(parts)
+    return "\n".join([", ".join(parts), *(f"note: {note}" for note in found.notes)])

@@ -22,18 +22,20 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from bitwright.errors import PlanError
+from bitwright.inference.counters import FallbackCounts
 from bitwright.inference.emulation.emulate import SiteRule, emulate
 from bitwright.inference.emulation.program import apply_to_program
 from bitwright.inference.emulation.program_values import listed
 from bitwright.inference.emulation.site_rules import site_rules
-from bitwright.inference.emulation.values import ValueRule, emulate_values, value_rules
+from bitwright.inference.emulation.values import Fallbacks, ValueRule, emulate_values, value_fallbacks, value_rules
+from bitwright.inference.fallback import Fallback
 from bitwright.inference.hysteresis import DEFAULT_FALLBACK, FallbackSettings
 from bitwright.inference.modes import Mode, find_mode
 from bitwright.inference.packed.compute_dtype import settle_dtype
@@ -41,13 +43,14 @@ from bitwright.inference.packed.model import packed_model
 from bitwright.inference.packed.modules import raise_if_planned
 from bitwright.inference.packed.value_hooks import round_values_of
 from bitwright.inference.planned_model import sites_of
-from bitwright.inference.run_report import emulated_report
+from bitwright.inference.run_report import RunReport, emulated_report
 from bitwright.models.linear_calls import LinearCalls, Matrix, Operation, matrices_of
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.sites import Site
 from bitwright.models.value_calls import PRODUCT_PARTS, OffersItsValues
 from bitwright.models.value_sites import ValueSite, find_value_sites
 from bitwright.plan import Plan
+from bitwright.quantize.static_scales import overflows
 
 
 @overload
@@ -62,7 +65,7 @@ def apply(
     *,
     mode: str = "emulate",
     dtype: torch.dtype | None = None,
-    fallback: FallbackSettings | None = DEFAULT_FALLBACK,
+    fallback: FallbackSettings | Literal["as_the_mode"] | None = "as_the_mode",
     sites: Sequence[Site] | None = None,
 ) -> nn.Module:
     """A model gives a model."""
@@ -74,7 +77,7 @@ def apply(
     *,
     mode: str = "emulate",
     dtype: torch.dtype | None = None,
-    fallback: FallbackSettings | None = DEFAULT_FALLBACK,
+    fallback: FallbackSettings | Literal["as_the_mode"] | None = "as_the_mode",
     sites: Sequence[Site] | None = None,
 ) -> nn.Module | ExportedProgram:
     """Return a model or program that runs as the plan says; what was given stays as it is.
@@ -85,8 +88,9 @@ def apply(
         mode: "emulate", "packed", "native" or "auto" (`modes.py`); programs are emulated.
         dtype: what everything beside codes is computed in; by default the checkpoint's own (`packed/compute_dtype.py`).
             Emulation is fp32.
-        fallback: what happens to tokens whose inputs overflow a static scale or fp16; None: they saturate, as in
-            emulation.
+        fallback: what happens to tokens whose inputs or values overflow a static scale or fp16; None: they saturate.
+            "as_the_mode": `FallbackSettings()` where codes run; in emulation they saturate and are counted, as where
+            plans are measured.
         sites: its weight sites; found by `find_sites`, or in the program, unless given.
 
     Returns:
@@ -108,8 +112,9 @@ def apply(
         case LoadedModel() | nn.Module():
             module = model.model if isinstance(model, LoadedModel) else model
             if wanted == "emulate":
-                return _emulated(plan, module, sites)
-            return _packed(plan, model, module, wanted, dtype, fallback, sites)
+                return _emulated(plan, module, None if fallback == "as_the_mode" else fallback, sites)
+            settings = DEFAULT_FALLBACK if fallback == "as_the_mode" else fallback
+            return _packed(plan, model, module, wanted, dtype, settings, sites)
     raise PlanError(
         f"a plan is applied to a model or an ExportedProgram, not to {type(model).__name__}; load the model first: "
         "bitwright.models.load(…)"
@@ -132,7 +137,10 @@ def _packed(
     settled, reason = settle_dtype(model, dtype)
     planned, report = packed_model(plan, module, known, mode, dtype=settled, dtype_reason=reason, fallback=fallback)
     if values:
-        round_values_of(planned, values, known)
+        fallbacks: Fallbacks = {}
+        if fallback is not None:
+            fallbacks = value_fallbacks(values, fallback, report.counters, report.watch, settled)
+        round_values_of(planned, values, known, fallbacks)
     planned.bitwright_run = report  # type: ignore[assignment]
     return planned
 
@@ -154,7 +162,9 @@ def _rounds_values(plan: Plan) -> bool:
     return any(choice.kind != "weight" and choice.scheme != "as_loaded" for choice in plan.sites)
 
 
-def _emulated(plan: Plan, model: nn.Module, sites: Sequence[Site] | None) -> nn.Module:
+def _emulated(
+    plan: Plan, model: nn.Module, fallback: FallbackSettings | None, sites: Sequence[Site] | None
+) -> nn.Module:
     known = sites_of(plan, model) if sites is None else tuple(sites)
     rules = site_rules(plan, known)
     values = value_rules(plan, find_value_sites(model)) if _rounds_values(plan) else {}
@@ -165,12 +175,33 @@ def _emulated(plan: Plan, model: nn.Module, sites: Sequence[Site] | None) -> nn.
     for name, weight in changed.items():
         planned.get_parameter(name).data = weight
     rounding = {site.name: rule for site in known if (rule := rules.get(site.name)) and rule.activations is not None}
+    report = emulated_report(plan, planned, known)
     if rounding or values:
-        roundings = _Roundings(sites=known, rules=rounding, values=values)
+        fallbacks = value_fallbacks(values, fallback, report.counters, report.watch, torch.float32)
+        inputs = _input_fallbacks(known, rounding, fallback, report)
+        roundings = _Roundings(sites=known, rules=rounding, values=values, fallbacks=fallbacks, inputs=inputs)
         planned.register_forward_pre_hook(roundings.begin)
         planned.register_forward_hook(roundings.end, always_call=True)
-    planned.bitwright_run = emulated_report(plan, planned, known)  # type: ignore[assignment]
+    planned.bitwright_run = report  # type: ignore[assignment]
     return planned
+
+
+def _input_fallbacks(
+    sites: Sequence[Site], rules: Mapping[str, SiteRule], settings: FallbackSettings | None, report: RunReport
+) -> dict[str, Fallback]:
+    """Matrix → what happens where its inputs overflow, of those whose inputs may."""
+    found = {}
+    for matrix in matrices_of(sites):
+        rule = next((rules[site.name] for site in matrix.sites if site.name in rules), None)
+        scheme = None if rule is None else rule.activations
+        if (
+            rule is not None
+            and scheme is not None
+            and overflows(torch.empty(0, 1), scheme, rule.input_scale) is not None
+        ):
+            counts = report.counters.fallbacks.setdefault(matrix.name, FallbackCounts())
+            found[matrix.name] = Fallback.new(settings, report.watch, counts)
+    return found
 
 
 @dataclass(kw_only=True, eq=False)
@@ -181,6 +212,9 @@ class _Roundings:
     #: Site name → rule, of those that round inputs.
     rules: Mapping[str, SiteRule]
     values: Mapping[ValueSite, ValueRule]
+    #: What happens where values, or inputs of a matrix, overflow.
+    fallbacks: Fallbacks
+    inputs: Mapping[str, Fallback]
     #: Thread → what its forwards have opened, innermost last.
     opened: dict[int, list[ExitStack]] = field(default_factory=dict)
 
@@ -193,7 +227,7 @@ class _Roundings:
         with ExitStack() as stack:
             if watched:
                 stack.enter_context(LinearCalls(module, watched, self._handler()))
-            stack.enter_context(emulate_values(module, self.values, sites=self.sites))
+            stack.enter_context(emulate_values(module, self.values, sites=self.sites, fallbacks=self.fallbacks))
             self.opened.setdefault(threading.get_ident(), []).append(stack.pop_all())
 
     def end(self, *_: Any) -> None:
@@ -210,6 +244,6 @@ class _Roundings:
         }
 
         def handle(matrix: Matrix, x: Tensor, operation: Operation) -> Tensor:
-            return of_matrix[matrix.name].multiply(x, operation)
+            return of_matrix[matrix.name].multiply(x, operation, fallback=self.inputs.get(matrix.name))
 
         return handle

@@ -19,7 +19,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from bitwright.inference.cache.token_codes import TokenCodes, coding_of
-from bitwright.inference.emulation.values import ValueRule
+from bitwright.inference.emulation.values import Fallbacks, ValueRule
+from bitwright.inference.fallback import Fallback
 from bitwright.models.attention_calls import may_attend
 
 
@@ -29,10 +30,18 @@ class CodedLayer(DynamicLayer):  # type: ignore[misc]
     Args:
         k_rule, v_rule: how they are kept; None: as they are.
         window: how many tokens back the layer looks, itself included; None: all.
+        fallbacks: what happens to tokens whose keys, or values, overflow; None: they saturate.
     """
 
-    def __init__(self, k_rule: ValueRule | None, v_rule: ValueRule | None, window: int | None) -> None:
+    def __init__(
+        self,
+        k_rule: ValueRule | None,
+        v_rule: ValueRule | None,
+        window: int | None,
+        fallbacks: tuple[Fallback | None, Fallback | None] = (None, None),
+    ) -> None:
         super().__init__()
+        self.fallbacks = fallbacks
         self.k_rule, self.v_rule, self.window = k_rule, v_rule, window
         self.is_sliding = window is not None
         self.codes: tuple[TokenCodes, TokenCodes] | None = None
@@ -44,8 +53,8 @@ class CodedLayer(DynamicLayer):  # type: ignore[misc]
         """Make the stores, now that widths and device are known."""
         self.device, self.dtype = key_states.device, key_states.dtype
         self.codes = (
-            TokenCodes(coding_of(self.k_rule, "k", key_states.shape[-1], self.device)),
-            TokenCodes(coding_of(self.v_rule, "v", value_states.shape[-1], self.device)),
+            TokenCodes(coding_of(self.k_rule, "k", key_states.shape[-1], self.device), self.fallbacks[0]),
+            TokenCodes(coding_of(self.v_rule, "v", value_states.shape[-1], self.device), self.fallbacks[1]),
         )
         self.is_initialized = True
 
@@ -132,13 +141,16 @@ class CodedLayer(DynamicLayer):  # type: ignore[misc]
             self._hidden[place] = store.keep(first, store.num_tokens)
 
 
-def coded_cache(model: nn.Module, kwargs: Mapping[str, Any], rules: Mapping[str, ValueRule]) -> Any:
+def coded_cache(
+    model: nn.Module, kwargs: Mapping[str, Any], rules: Mapping[str, ValueRule], fallbacks: Fallbacks
+) -> Any:
     """The cache of a forward, with layers of codes; None where it has none, or one that keeps its own.
 
     Args:
         model: whose forward it is.
         kwargs: of that forward; a cache is made where it would make one itself.
         rules: value site → rule; those of caches count.
+        fallbacks: what happens to tokens that overflow.
     """
     cache = kwargs.get(cache_argument(kwargs))
     if cache is None and _makes_a_cache(model, kwargs):
@@ -147,7 +159,7 @@ def coded_cache(model: nn.Module, kwargs: Mapping[str, Any], rules: Mapping[str,
         return None
     if any(isinstance(layer, CodedLayer) for layer in cache.layers):
         return cache
-    return cache if _give_codes(cache, model, rules) else None
+    return cache if _give_codes(cache, model, rules, fallbacks) else None
 
 
 def cache_argument(kwargs: Mapping[str, Any]) -> str:
@@ -174,18 +186,19 @@ def _makes_a_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
     return bool(wanted) and not model.training and not torch.is_grad_enabled() and config is not None
 
 
-def _give_codes(cache: Any, model: nn.Module, rules: Mapping[str, ValueRule]) -> bool:
+def _give_codes(cache: Any, model: nn.Module, rules: Mapping[str, ValueRule], fallbacks: Fallbacks) -> bool:
     """Put layers of codes into a cache that is empty and grows; whether it could be done for all layers in question."""
     wanted = _rules_of_layers(model, rules)
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= max(wanted):
             cache.layers.append(cache.layer_class_to_replicate())
     made = {}
-    for index, (k_rule, v_rule) in wanted.items():
+    for index, (name, k_rule, v_rule) in wanted.items():
         layer = cache.layers[index] if index < len(cache.layers) else None
         if layer is None or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or layer.is_initialized:
             return False
-        made[index] = CodedLayer(k_rule, v_rule, getattr(layer, "sliding_window", None))
+        of_layer = fallbacks.get((f"{name}:k_cache", "k")), fallbacks.get((f"{name}:v_cache", "v"))
+        made[index] = CodedLayer(k_rule, v_rule, getattr(layer, "sliding_window", None), of_layer)
     for index, layer in made.items():
         cache.layers[index] = layer
     return True
@@ -193,11 +206,11 @@ def _give_codes(cache: Any, model: nn.Module, rules: Mapping[str, ValueRule]) ->
 
 def _rules_of_layers(
     model: nn.Module, rules: Mapping[str, ValueRule]
-) -> dict[int, tuple[ValueRule | None, ValueRule | None]]:
-    """Index of a layer in the cache → rules of its keys and values."""
+) -> dict[int, tuple[str, ValueRule | None, ValueRule | None]]:
+    """Index of a layer in the cache → its module, and the rules of its keys and values."""
     found = {}
     for name, module in model.named_modules():
         k_rule, v_rule = rules.get(f"{name}:k_cache"), rules.get(f"{name}:v_cache")
         if may_attend(module) and (k_rule is not None or v_rule is not None):
-            found[int(module.layer_idx)] = k_rule, v_rule
+            found[int(module.layer_idx)] = name, k_rule, v_rule
     return found

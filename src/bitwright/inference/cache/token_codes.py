@@ -11,6 +11,8 @@ Codes are bits as `quantize/pack.py` packs them. Reading gives the values that `
 for bit: what is measured with rounded values runs on these codes. Room grows by an eighth, so that a new token copies
 nothing.
 
+Tokens that lie beyond a static scale may be kept as they are beside the codes (`wide_tokens.py`).
+
 Legend: B sequences, H heads, T tokens, D head_dim, n tokens of a unit (1, but for scales per channel).
 """
 
@@ -18,16 +20,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from bitwright import formats
+from bitwright.inference.cache.wide_tokens import WideTokens
 from bitwright.inference.emulation.values import ValueRule
+from bitwright.inference.fallback import Fallback
 from bitwright.quantize import fake_quantize, pack, unpack
 from bitwright.quantize.pack import PackedTensor, decode_numbers, encode_numbers, pack_bits, unpack_bits
 from bitwright.quantize.scheme import TensorScheme
+from bitwright.quantize.static_scales import overflows
 from bitwright.quantize.value_rounding import spread
 
 #: Tokens that room is made for at least.
@@ -83,6 +89,14 @@ class UnderStaticScale:
         number = formats.FORMATS[self.format]
         codes = pack_bits(encode_numbers(rounded, number).reshape(-1, self.width), number.bits)
         return {"codes": codes.view(*x.shape[:-1], -1)}
+
+    def beyond(self, x: Tensor) -> Tensor:
+        """Which numbers overflow, bool [B, H, T, D]."""
+        found = overflows(
+            x, TensorScheme(format=self.format), None if self.scale is None else spread(self.scale, x.float())
+        )
+        assert found is not None
+        return found
 
     def decode(self, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Values [B, H, T, D]."""
@@ -151,10 +165,12 @@ class TokenCodes:
 
     Args:
         coding: how they are kept.
+        fallback: what happens to tokens that overflow; None: they saturate.
     """
 
-    def __init__(self, coding: Coding) -> None:
+    def __init__(self, coding: Coding, fallback: Fallback | None = None) -> None:
         self.coding = coding
+        self._wide = WideTokens(fallback) if fallback is not None and isinstance(coding, UnderStaticScale) else None
         self._parts: dict[str, Tensor] = {}
         self._num_units = 0
         #: Tokens of a unit that is not full: [B, H, t, D].
@@ -169,7 +185,8 @@ class TokenCodes:
     def nbytes(self) -> int:
         """Bytes of all room that there is, filled or not."""
         tensors = [*self._parts.values(), *([] if self._tail is None else [self._tail])]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        wide_bytes = 0 if self._wide is None else self._wide.nbytes
+        return wide_bytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def append(self, x: Tensor) -> None:
         """Keep the tokens [B, H, T, D] behind those before."""
@@ -180,13 +197,18 @@ class TokenCodes:
             self._tail = x[..., full:, :].clone()
             x = x[..., :full, :]
         if x.shape[-2]:
-            self._write(self.coding.encode(x), x.shape[-2] // unit)
+            new = self.coding.encode(x)
+            if self._wide is not None and isinstance(self.coding, UnderStaticScale):
+                decoded = partial(self.coding.decode, new, x.dtype)
+                self._wide.add(x, self.coding.beyond(x), decoded, self._num_units)
+            self._write(new, x.shape[-2] // unit)
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """Everything that is kept, [B, H, T, D]."""
         found = []
         if self._num_units:
-            found.append(self.coding.decode(self._filled(), dtype))
+            values = self.coding.decode(self._filled(), dtype)
+            found.append(values if self._wide is None else self._wide.put(values))
         if self._tail is not None and (self._tail.shape[-2] or not found):
             found.append(self._tail.to(dtype))
         return found[0] if len(found) == 1 else torch.cat(found, dim=-2)
@@ -208,6 +230,8 @@ class TokenCodes:
                 self._tail = self._tail[..., :inside, :].clone() if values is None else values.clone()
             self._num_units = min(self._num_units, end // unit)
         whole = min(first // unit, self._num_units)
+        if self._wide is not None:
+            self._wide.keep(whole, self._num_units)
         if whole:
             self._parts = {name: part[:, :, whole : self._num_units].clone() for name, part in self._parts.items()}
             self._num_units -= whole
@@ -216,9 +240,12 @@ class TokenCodes:
     def remember(self) -> Callable[[], None]:
         """What brings back what is kept now: later tokens are written behind it, or into other tensors."""
         parts, num_units, tail = dict(self._parts), self._num_units, self._tail
+        bring_wide_back = None if self._wide is None else self._wide.remember()
 
         def bring_back() -> None:
             self._parts, self._num_units, self._tail = dict(parts), num_units, tail
+            if bring_wide_back is not None:
+                bring_wide_back()
 
         return bring_back
 
@@ -226,6 +253,8 @@ class TokenCodes:
         """Apply a choice of sequences to everything."""
         self._parts = {name: change(part) for name, part in self._parts.items()}
         self._tail = None if self._tail is None else change(self._tail)
+        if self._wide is not None:
+            self._wide.change(change)
 
     def _filled(self) -> dict[str, Tensor]:
         return {name: part[:, :, : self._num_units] for name, part in self._parts.items()}

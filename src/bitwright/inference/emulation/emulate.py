@@ -31,13 +31,14 @@ from torch import Tensor, nn
 from bitwright.errors import SchemeError
 from bitwright.inference.counters import Counters, Overflows, count_overflows
 from bitwright.inference.emulation.values import ValueRule, emulate_values
+from bitwright.inference.fallback import Fallback
 from bitwright.models.linear_calls import LinearCalls, Matrix, Operation, matrices_of
 from bitwright.models.sites import Site
 from bitwright.models.spool import InMemory, Originals
 from bitwright.models.value_sites import ValueSite
 from bitwright.quantize.fitted import UNCHANGED, Fitted
 from bitwright.quantize.scheme import TensorScheme
-from bitwright.quantize.static_scales import round_input
+from bitwright.quantize.static_scales import overflows, round_input
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -60,15 +61,26 @@ class SiteRule:
         operation: Operation,
         weight: Tensor | None = None,
         look: Callable[[Tensor], None] | None = None,
+        fallback: Fallback | None = None,
     ) -> Tensor:
-        """The output of `operation` on x rounded as `activations` says; `look` sees the input before it is rounded."""
+        """The output of `operation` on x rounded as `activations` says; `look` sees the input before it is rounded.
+
+        Tokens whose inputs overflow are as the fallback says; they saturate without one.
+        """
         assert self.activations is not None
         if not x.is_floating_point():  # rows of an embedding, read out of a head's changed weight
             return self.transform.restore(operation(x, weight))
         x = self.transform.input(x)
         if look is not None:
             look(x)
-        return operation(round_input(x, self.activations, self.input_scale), weight)
+        return operation(self._rounded(x, self.activations, fallback), weight)
+
+    def _rounded(self, x: Tensor, scheme: TensorScheme, fallback: Fallback | None) -> Tensor:
+        beyond = None if fallback is None else overflows(x, scheme, self.input_scale)
+        if fallback is None or beyond is None:
+            return round_input(x, scheme, self.input_scale)
+        overflowed = beyond.any(-1, keepdim=True)
+        return fallback.rescue(x, beyond, overflowed, lambda: round_input(x, scheme, self.input_scale))
 
     def rounds_inputs_like(self, other: SiteRule) -> bool:
         """Whether both rules make the same of one input."""

@@ -10,7 +10,9 @@ keys, as long as scales do not reach over several tokens. Keys under scales per 
 tokens is full, and are whole until then: generation sees the latest few unrounded, one pass over a text sees them so
 only behind its last full group.
 
-Overflows are counted before the cast, as with inputs of matrices (`inference/counters.py`).
+Overflows are counted before the cast, as with inputs of matrices (`inference/counters.py`). With `fallbacks` a token
+that overflows goes on as it is, by the rule of `inference/fallback.py`: its q, k or v is multiplied unrounded, its keys
+and values are kept unrounded. What it is multiplied with stays what it was, as codes of weights do.
 """
 
 from __future__ import annotations
@@ -23,8 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bitwright import formats
 from bitwright.errors import PlanError
-from bitwright.inference.counters import Counters, Overflows
+from bitwright.inference.counters import Counters, FallbackCounts, Overflows, RunCounters
+from bitwright.inference.fallback import Fallback
+from bitwright.inference.hysteresis import FallbackSettings
+from bitwright.inference.overflow_watch import OverflowWatch
 from bitwright.models.sites import Site
 from bitwright.models.value_calls import ATTENTION_PARTS, ValueCalls
 from bitwright.models.value_sites import ValueSite
@@ -52,6 +58,68 @@ class ValueRule:
         return self.scales[operand]
 
 
+#: (site, operand) → what happens where it overflows; those that cannot are not there.
+Fallbacks = Mapping[tuple[str, str], Fallback]
+
+
+def value_fallbacks(
+    rules: Mapping[ValueSite, ValueRule],
+    settings: FallbackSettings | None,
+    counters: RunCounters,
+    watch: OverflowWatch,
+    dtype: torch.dtype,
+) -> Fallbacks:
+    """Fallbacks of all values that may overflow.
+
+    Args:
+        rules: of the sites that are rounded.
+        settings: how much falls back; None: what overflows saturates, and is counted.
+        counters: where it is counted, under the site's name, with "/<operand>" where it has several.
+        watch: of the model.
+        dtype: what the model computes in: what is as wide as that cannot be fallen back from.
+    """
+    found = {}
+    for site, rule in rules.items():
+        for operand in site.operands:
+            if not _may_overflow(rule, operand, dtype):
+                continue
+            name = site.name if len(site.operands) == 1 else f"{site.name}/{operand}"
+            counts = counters.fallbacks.setdefault(name, FallbackCounts())
+            found[site.name, operand] = Fallback.new(settings, watch, counts)
+    return found
+
+
+def _may_overflow(rule: ValueRule, operand: str, dtype: torch.dtype) -> bool:
+    if rule.scheme.static:
+        return operand not in OPERAND_BOUNDS
+    narrower = float(formats.FORMATS[rule.scheme.values.format].max) < torch.finfo(dtype).max
+    return rule.scheme.values.scaling is None and narrower
+
+
+def round_operand(name: str, operand: str, x: Tensor, rule: ValueRule, fallback: Fallback | None = None) -> Tensor:
+    """A value after rounding, fp32; tokens that overflow as the fallback says.
+
+    Args:
+        name: of the site.
+        operand: which of its values.
+        x: fp32 [B, H, T, D] of attention, else [..., width].
+        rule: of the site.
+        fallback: None: what overflows saturates.
+    """
+    scale = rule.scale(operand)
+    if fallback is None or x.numel() == 0:
+        return round_values(x, rule.scheme, scale)
+    beyond = overflows(x, rule.scheme.values, None if scale is None else spread(scale, x))
+    assert beyond is not None, "nothing falls back where scales cover what they meet"
+    return fallback.rescue(x, beyond, tokens_of(name, beyond), lambda: round_values(x, rule.scheme, scale))
+
+
+def tokens_of(name: str, beyond: Tensor) -> Tensor:
+    """In which tokens of a value anything is set: [B, 1, T, 1] of attention, else [..., 1]."""
+    by_head = beyond.any(-1, keepdim=True)
+    return by_head.any(1, keepdim=True) if name.rpartition(":")[2] in ATTENTION_PARTS else by_head
+
+
 @contextmanager
 def emulate_values(
     model: nn.Module,
@@ -59,6 +127,7 @@ def emulate_values(
     *,
     sites: Sequence[Site] | None = None,
     counters: Counters | None = None,
+    fallbacks: Fallbacks | None = None,
 ) -> Iterator[nn.Module]:
     """Run `model` with the values of some sites rounded, for the time of the block.
 
@@ -67,17 +136,19 @@ def emulate_values(
         rules: value site → what it runs with; sites without an entry keep what they have.
         sites: the model's weight sites, if they are known already.
         counters: counts of rounded and of overflowing values are added to it, site by site.
+        fallbacks: what happens to tokens that overflow (`value_fallbacks`); None: they saturate.
     """
+    known = {} if fallbacks is None else fallbacks
     by_name = {site.name: rule for site, rule in rules.items()}
 
     def rounded(name: str, operand: str, value: Tensor) -> Tensor:
         rule = by_name.get(name)
         if rule is None:
             return value
-        scale = rule.scale(operand)
         if counters is not None:
-            counters[name] = counters.get(name, Overflows()) + _count(name, value, rule.scheme, scale)
-        return round_values(value, rule.scheme, scale)
+            counted = _count(name, value, rule.scheme, rule.scale(operand))
+            counters[name] = counters.get(name, Overflows()) + counted
+        return round_operand(name, operand, value, rule, known.get((name, operand)))
 
     if not rules:
         yield model
@@ -155,10 +226,9 @@ def _count(name: str, x: Tensor, scheme: ValueScheme, scale: Tensor | None) -> O
     num_tokens = x.numel() // max(1, x.shape[-1]) // (x.shape[1] if in_heads else 1)
     if beyond is None:
         return Overflows(num_values=x.numel(), num_tokens=num_tokens)
-    by_token = beyond.transpose(1, 2).flatten(2) if in_heads else beyond
     return Overflows(
         num_values=x.numel(),
         num_overflows=int(beyond.sum()),
         num_tokens=num_tokens,
-        num_overflowed_tokens=int(by_token.any(-1).sum()),
+        num_overflowed_tokens=int(tokens_of(name, beyond).sum()),
     )

@@ -22,23 +22,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitwright.inference.emulation.values import ValueRule
+from bitwright.inference.emulation.values import Fallbacks, ValueRule, round_operand
+from bitwright.inference.fallback import Fallback
 from bitwright.inference.packed.modules import PackedLinear, PackedOperand
 from bitwright.models.sites import Site
 from bitwright.models.value_calls import ValueCalls, products_of
 from bitwright.models.value_sites import ValueSite
-from bitwright.quantize.value_rounding import round_values
 
 _CACHE_PARTS = ("k_cache", "v_cache")
 
 
-def round_values_of(planned: nn.Module, rules: Mapping[ValueSite, ValueRule], sites: Sequence[Site]) -> None:
+def round_values_of(
+    planned: nn.Module, rules: Mapping[ValueSite, ValueRule], sites: Sequence[Site], fallbacks: Fallbacks
+) -> None:
     """Have a packed model round its values from now on.
 
     Args:
         planned: from `packed_model`.
         rules: value site → what it runs with.
         sites: the weight sites of the model as loaded.
+        fallbacks: what happens to tokens that overflow; those that are not there saturate.
     """
     by_name = {site.name: rule for site, rule in rules.items()}
     hooked = set()
@@ -47,10 +50,10 @@ def round_values_of(planned: nn.Module, rules: Mapping[ValueSite, ValueRule], si
         if name in by_name and modules:
             hooked.add(name)
             for module in modules:
-                module.register_forward_hook(partial(_round_output, by_name[name]))
+                module.register_forward_hook(partial(_round_output, name, by_name[name], fallbacks.get((name, "y"))))
     rest = {name: rule for name, rule in by_name.items() if name not in hooked}
     if rest:
-        hooks = ValueHooks(rules=rest, sites=sites)
+        hooks = ValueHooks(rules=rest, sites=sites, fallbacks=fallbacks)
         planned.register_forward_pre_hook(hooks.begin, with_kwargs=True)
         planned.register_forward_hook(hooks.end, always_call=True)
 
@@ -69,13 +72,13 @@ def _packed_modules(planned: nn.Module, sites: Sequence[Site]) -> list[nn.Module
     return list(found.values())
 
 
-def _round_output(rule: ValueRule, _: nn.Module, __: Any, y: Tensor) -> Tensor:
-    return _rounded(rule, "y", y)
+def _round_output(name: str, rule: ValueRule, fallback: Fallback | None, _: nn.Module, __: Any, y: Tensor) -> Tensor:
+    return _rounded(name, "y", y, rule, fallback)
 
 
-def _rounded(rule: ValueRule, operand: str, value: Tensor) -> Tensor:
+def _rounded(name: str, operand: str, value: Tensor, rule: ValueRule, fallback: Fallback | None) -> Tensor:
     """In fp32, as in emulation: scales are no numbers of bf16."""
-    return round_values(value.float(), rule.scheme, rule.scale(operand)).to(value.dtype)
+    return round_operand(name, operand, value.float(), rule, fallback).to(value.dtype)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -86,6 +89,7 @@ class ValueHooks:
     rules: Mapping[str, ValueRule]
     #: Weight sites of the model as loaded.
     sites: Sequence[Site]
+    fallbacks: Fallbacks
     #: Thread → what its forwards have opened, innermost last.
     opened: dict[int, list[ExitStack]] = field(default_factory=dict)
 
@@ -99,14 +103,14 @@ class ValueHooks:
         if any(_is_of_cache(name) for name in rules):
             from bitwright.inference.cache.coded_cache import cache_argument, coded_cache
 
-            cache = coded_cache(module, kwargs, rules)
+            cache = coded_cache(module, kwargs, rules, self.fallbacks)
             if cache is not None:
                 kwargs = {**kwargs, cache_argument(kwargs): cache}
                 rules = {name: rule for name, rule in rules.items() if not _is_of_cache(name)}
         with ExitStack() as stack:
             if rules:
                 groups = {name: rule.scheme.group_tokens for name, rule in rules.items()}
-                offer = partial(_offered, rules)
+                offer = partial(_offered, rules, self.fallbacks)
                 stack.enter_context(ValueCalls(module, offer, names=rules, groups=groups, sites=self.sites))
             self.opened.setdefault(threading.get_ident(), []).append(stack.pop_all())
         return args, kwargs
@@ -123,6 +127,6 @@ def _is_of_cache(name: str) -> bool:
     return name.rpartition(":")[2] in _CACHE_PARTS
 
 
-def _offered(rules: Mapping[str, ValueRule], name: str, operand: str, value: Tensor) -> Tensor:
+def _offered(rules: Mapping[str, ValueRule], fallbacks: Fallbacks, name: str, operand: str, value: Tensor) -> Tensor:
     rule = rules.get(name)
-    return value if rule is None else _rounded(rule, operand, value)
+    return value if rule is None else _rounded(name, operand, value, rule, fallbacks.get((name, operand)))
