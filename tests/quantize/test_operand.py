@@ -64,6 +64,7 @@ def matrices() -> dict[str, Tensor]:
         "long": normal(300, 4096),
         "spoiled": spoiled,
         "tiny": normal(32, 64) * 1e-30,
+        "tinier": normal(32, 64) * 1e-37,
     }
 
 
@@ -84,6 +85,10 @@ def test_numbers_times_scale_are_codes_times_scales(scheme: TensorScheme, name: 
     else:
         folded = q.codes_NK.double() * spread(q.scales_NG, *x.shape, scheme.scaling.granularity).double()
         scale = torch.ones(1, 1).double() if q.tensor_scale is None else q.tensor_scale.double()
+        largest = float(q.scales_NG.amax())
+        if folds_in_bf16(scheme) and q.tensor_scale is None and 0 < largest < 2.0**-110:
+            lifted = min(1 / largest, 2.0**127)
+            folded, scale = folded * lifted, scale / lifted
     assert same_bits(found.scale.double().reshape(-1), scale.reshape(-1))
     if folds_in_bf16(scheme):
         assert found.numbers.dtype == torch.bfloat16

@@ -7,6 +7,9 @@ the product. Scales of groups cannot, and are multiplied into the codes: exactly
 code and a scale have 8 bits together (all codes of 8 bits under powers of two; E2M1 under E4M3 scales); else in fp32,
 rounded there. The tensor scale of two levels leaves the sum in any case.
 
+Processors take bf16 numbers below 2^−126 for zeros. Where all scales of a matrix are so small that its numbers could be
+among those, the power of two of the largest scale stays outside (`lift`).
+
 So a product in bf16 with fp32 sums, times both scales, is the product that matrix units make of codes, up to the order
 of the sum. Codes of 8 bits and fewer are numbers of bf16.
 
@@ -27,11 +30,14 @@ from bitwright.formats import FloatFormat, Format, IntFormat
 from bitwright.quantize.granularity import spread
 from bitwright.quantize.qtensor import QTensor
 from bitwright.quantize.quantize import quantize
+from bitwright.quantize.scaling import exact_power_of_two, floor_log2
 from bitwright.quantize.scheme import TensorScheme
 from bitwright.quantize.select import select_delayed, select_scaled
 
 #: Bits of a significand, the hidden one too.
 _BF16_BITS, _FP32_BITS = 8, 24
+#: Scales below it are lifted: the smallest code of 8 bits, E5M2's, is 2^−16.
+_SMALL_SCALE = 2.0**-110
 #: Rules that give powers of two.
 _POWERS = ("ocp_floor", "round_up", "power_of_two")
 
@@ -113,10 +119,24 @@ def operand_of(q: QTensor) -> Operand:
             return Operand(numbers=codes, scale=scale[0, 0])
         return Operand(numbers=codes, scale=scale if scale.numel() else scale.new_ones(codes.shape[0], 1))
     rows, columns = codes.shape
-    scales = q.scales_NG.to(torch.bfloat16 if folds_in_bf16(q.scheme) else torch.float32)
-    numbers = codes * spread(scales, rows, columns, scaling.granularity)
-    one = torch.ones((), device=codes.device)
-    return Operand(numbers=numbers, scale=one if q.tensor_scale is None else q.tensor_scale)
+    if not folds_in_bf16(q.scheme) or q.tensor_scale is not None:
+        scales = q.scales_NG.to(torch.bfloat16 if folds_in_bf16(q.scheme) else torch.float32)
+        one = torch.ones((), device=codes.device)
+        outside = one if q.tensor_scale is None else q.tensor_scale
+    else:
+        lifted = lift(q.scales_NG)
+        scales, outside = (q.scales_NG * lifted).to(torch.bfloat16), 1 / lifted
+    return Operand(numbers=codes * spread(scales, rows, columns, scaling.granularity), scale=outside)
+
+
+def lift(scales_NG: Tensor) -> Tensor:
+    """A power of two, 0-d, that takes numbers under these scales out of bf16's subnormals; 1 unless all are small."""
+    one = torch.ones((), device=scales_NG.device)
+    if scales_NG.numel() == 0:
+        return one
+    largest = scales_NG.amax()
+    is_small = (largest > 0) & (largest < _SMALL_SCALE)
+    return torch.where(is_small, exact_power_of_two(-floor_log2(torch.where(is_small, largest, one))), one)
 
 
 @cache

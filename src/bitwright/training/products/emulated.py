@@ -11,7 +11,8 @@ FP4 gives differs by the order of the fp32 sum alone. How the fp32 sum is had:
     a GPU                  bf16 matrix units with fp32 output
 
 One scale a tensor can be alpha; one a row multiplies the fp32 sum afterwards. A CPU without bf16 products takes the
-fp32 way throughout.
+fp32 way throughout. Two scales whose product is no normal number of fp32 (operands around 1e−38) multiply the sum in
+fp64 on a CPU: the result may be a normal number all the same.
 
 Legend: R rows of a, Q rows of b, S what is summed over.
 """
@@ -28,6 +29,8 @@ from torch import Tensor
 
 from bitwright.quantize.operand import Operand, quantize_operand
 from bitwright.training.product_recipe import OperandRule
+
+_LEAST_NORMAL = torch.finfo(torch.float32).smallest_normal
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +61,15 @@ class EmulatedProducts:
         """
         is_narrow = a.numbers.dtype == b.numbers.dtype == torch.bfloat16
         is_scalar = a.scale.dim() == b.scale.dim() == 0
-        if a.numbers.device.type == "cpu" and dtype == torch.bfloat16 and is_narrow and is_scalar and _has_bf16():
+        is_cpu = a.numbers.device.type == "cpu"
+        is_small = is_cpu and is_scalar and 0 < a.scale.item() * b.scale.item() < _LEAST_NORMAL
+        if is_cpu and dtype == torch.bfloat16 and is_narrow and is_scalar and not is_small and _has_bf16():
             return _multiply_in_bf16(a, b, bias)
         total = _sum_of_products(a.numbers, b.numbers, is_narrow)
-        total *= a.scale * (b.scale if is_scalar or b.scale.dim() == 0 else b.scale.t())
+        if is_small:
+            total = total.double().mul_(a.scale.item() * b.scale.item()).float()
+        else:
+            total *= a.scale * (b.scale if is_scalar or b.scale.dim() == 0 else b.scale.t())
         if bias is not None:
             total += bias.to(dtype)
         return total.to(dtype)

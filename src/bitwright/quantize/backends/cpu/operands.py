@@ -3,7 +3,8 @@
 fp32 and bf16 go in; fp16 goes by fp32. Scales are found as ever; what is written is
 
     the codes                 one scale a tensor or a row, which stays outside
-    codes times scales        groups under powers of two: what `tiles` calls values, exact in bf16
+    codes times scales        groups under powers of two: what `tiles` calls values, exact in bf16; written again where
+                              all scales are so small that they have to be lifted
     codes, then times scales  E2M1 under E4M3 scales: exact in bf16 too, in a second pass
     codes in fp32             stochastic rounding, narrowed afterwards; other roundings go by `quantize`
 """
@@ -22,7 +23,7 @@ from bitwright.quantize.backends.cpu.arrays import array_of, new_memory, run_row
 from bitwright.quantize.backends.cpu.matrices import quantize_into
 from bitwright.quantize.backends.cpu.modes import mode_grid, why_no_mode
 from bitwright.quantize.backends.cpu.scales import find_scales_of, grid_of_format
-from bitwright.quantize.operand import Operand, folds_in_bf16, operand_dtype, operand_of
+from bitwright.quantize.operand import Operand, folds_in_bf16, lift, operand_dtype, operand_of
 from bitwright.quantize.qtensor import QTensor
 from bitwright.quantize.quantize import quantize
 from bitwright.quantize.scheme import TensorScheme
@@ -43,7 +44,9 @@ def operand(x_NK: Tensor, scheme: TensorScheme, *, rounding: str = "nearest_even
     if is_outside or scaling.tensor_scale or not folds_in_bf16(scheme):
         scales, tensor_scale = quantize_into(source, target, scheme, gives_codes=True, wants_scales=True)
         return operand_of(QTensor(scheme=scheme, codes_NK=target, scales_NG=scales, tensor_scale=tensor_scale))
-    quantize_into(source, target, scheme, gives_codes=False, wants_scales=False)
+    scales, _ = quantize_into(source, target, scheme, gives_codes=False, wants_scales=True)
+    if lift(scales) != 1:
+        return operand_of(quantize(x_NK, scheme))
     return Operand(numbers=target, scale=torch.ones(()))
 
 
