@@ -68,6 +68,15 @@ def test_nothing_to_send_takes_no_time() -> None:
     assert collective_time("all_reduce", 0, topology("h100x8")).time_s == 0
 
 
+def test_more_steps_take_longer_to_begin() -> None:
+    doubling, halving = (
+        collective_time("all_reduce", 8, topology("h100x8"), name).latency_s
+        for name in ("recursive_doubling", "halving_doubling")
+    )
+    # log2 8 and 2 log2 8 hops, each of 0.6 µs: NCCL's constant of NVLink.
+    assert halving - doubling == pytest.approx(3 * 0.6e-6)
+
+
 def test_switches_between_nodes_halve_what_network_cards_send() -> None:
     cluster = topology("h100-sharpx8x8")
     sharp, tree = (collective_time("all_reduce", 8 * GIB, cluster, name) for name in ("sharp", "nvls_tree"))
@@ -88,7 +97,7 @@ def test_what_cannot_be_is_refused() -> None:
         collective_time("all_reduce", MIB, topology("h100x8x2"), "one_shot")
     with pytest.raises(CommsError, match="-1"):
         collective_time("all_reduce", -1, topology("h100"))
-    assert algorithms("all_reduce", topology("h100x8x2")) == ("ring", "tree", "nvls_tree")
+    assert algorithms("all_reduce", topology("h100x8x2")) == ("ring", "tree", "nvls_tree", "hierarchical")
 
 
 def ring(num_bytes: int, time_s: float) -> Timed:

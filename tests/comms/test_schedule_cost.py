@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bitwright.comms import Topology, topology
+from bitwright.comms import Topology, algorithms, collective_time, topology
 from bitwright.comms.collectives import schedule
 from bitwright.comms.schedule_cost import schedule_time
 from bitwright.errors import CommsError
@@ -74,6 +74,42 @@ def test_nodes_are_left_through_their_own_links(tmp_path: Path) -> None:
     assert nodes == pytest.approx(2 * 3 / 4 * size / 4 / RATE, rel=0.15)
     shared = cluster(tmp_path, (4, 100 * RATE, 1e-9), (4, RATE, 1e-9), shared=True)
     assert schedule_time(schedule("all_reduce", "ring", 16), size, shared).time_s == pytest.approx(flat / 4, rel=0.1)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("size", [1 << 10, 1 << 20, 1 << 28])
+@pytest.mark.parametrize(("g", "k"), [(2, 2), (4, 3), (3, 5)])
+def test_hierarchical_costs_what_its_messages_cost(g: int, k: int, size: int, shared: bool, tmp_path: Path) -> None:
+    nodes = cluster(tmp_path, (g, 100 * RATE, 1e-6), (k, RATE, ALPHA), shared=shared)
+    # Reduce-scatter and all-gather inside, a ring of S/g between; g ranks share a node's links, or each has its own.
+    inside = 2 * (g - 1) * (1e-6 + size / g / (100 * RATE))
+    between = 2 * (k - 1) * (ALPHA + size / g / k / RATE)
+    found = collective_time("all_reduce", size, nodes, "hierarchical")
+    assert found.time_s == pytest.approx(inside + between, rel=1e-9)
+    assert found.latency_s == pytest.approx(2 * (g - 1) * 1e-6 + 2 * (k - 1) * ALPHA)
+    by_messages = schedule_time(schedule("all_reduce", "hierarchical", g * k, ranks_per_node=g), size, nodes)
+    assert found.time_s == pytest.approx(by_messages.time_s, rel=1e-9)
+    assert found.bound == max(by_messages.bounds, key=lambda kind: by_messages.bounds[kind])
+
+
+@pytest.mark.parametrize("name", ["h100x8x4", "b200x8x2", "gb200x72x2", "a100x8x3"])
+@pytest.mark.parametrize("size", [8, 1 << 20, 1 << 30])
+def test_hierarchical_on_known_clusters_is_its_schedule(name: str, size: int) -> None:
+    found = topology(name)
+    made = schedule("all_reduce", "hierarchical", found.num_ranks, ranks_per_node=found.counts[0])
+    cost = collective_time("all_reduce", size, found, "hierarchical")
+    assert cost.time_s == pytest.approx(schedule_time(made, size, found).time_s, rel=1e-9)
+    assert cost.latency_s > 2 * (found.counts[1] - 1) * 1e-6  # hops take time where nobody measured how much
+    assert "hierarchical" in algorithms("all_reduce", found)
+
+
+def test_hierarchical_is_for_two_levels(tmp_path: Path) -> None:
+    assert "hierarchical" not in algorithms("all_reduce", topology("h100x8"))
+    with pytest.raises(CommsError, match="is for several nodes"):
+        collective_time("all_reduce", 1 << 20, topology("h100x8"), "hierarchical")
+    three = cluster(tmp_path, *3 * [(2, RATE, ALPHA)])
+    with pytest.raises(CommsError, match="goes over two levels, not 3"):
+        collective_time("all_reduce", 1 << 20, three, "hierarchical")
 
 
 def test_trees_win_small_and_rings_large(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@
 
 `wire_bytes` says V, the bytes of the busiest rank on a level's links; the topology file says B and H, each with its
 source; t0 is hops times the latency of a hop. Levels are pipelined, so the slowest one counts and not the sum: 4 GiB
-over 4 nodes of 8 B200 take 22 ms, where the sum of the levels is 26 ms and the slowest alone 16 ms.
+over 4 nodes of 8 B200 take 22 ms, where the sum of the levels is 26 ms and the slowest alone 16 ms. What no library
+pipelines (hierarchical, as messages of ours) takes the sum, step by step (`schedule_cost`).
 
     from bitwright.comms import collective_time, topology
 
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 
 from bitwright.catalog import nearest_name_hint
 from bitwright.comms.nccl_tuner import hop_latencies_s, predicted_times
+from bitwright.comms.schedule_cost import step_cost
 from bitwright.comms.topology import Curve, Level, Topology
 from bitwright.comms.wire_bytes import BUS_FACTORS, WIRE_FORMS, Place, WireForm
 from bitwright.errors import CommsError, UnknownName
@@ -117,6 +119,17 @@ def algorithms(op: str, topology: Topology) -> tuple[str, ...]:
     return tuple(form.algorithm for form in WIRE_FORMS if form.op == op and _why_not(form, topology) is None)
 
 
+def refusals(op: str, topology: Topology) -> dict[str, str]:
+    """Return the algorithms that a collective cannot use on a topology, each with its reason.
+
+    Raises:
+        UnknownName: no such collective.
+    """
+    _raise_if_unknown("collective", op, tuple(BUS_FACTORS))
+    reasons = {form.algorithm: _why_not(form, topology) for form in WIRE_FORMS if form.op == op}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
 def _choose(op: str, size: float, topology: Topology, algorithm: str | None) -> tuple[WireForm, str, str]:
     forms = {form.algorithm: form for form in WIRE_FORMS if form.op == op}
     ranked = predicted_times(op, size, topology)
@@ -154,16 +167,21 @@ def _why_not(form: WireForm, topology: Topology) -> str | None:
             return f"needs a switch that adds, which {level.kind} is not"
     if form.several_levels and len(spanned) < 2:
         return "is for several nodes"
+    if form.sequential_steps is not None and len(spanned) > 2:
+        return f"goes over two levels, not {len(spanned)}"
     return None
 
 
 def _timed(
     form: WireForm, size: float, topology: Topology, protocol: str, reason: str, launch_s: float
 ) -> CollectiveCost:
+    if form.sequential_steps is not None:
+        return _timed_one_after_the_other(form, size, topology, reason, launch_s)
     spanned = list(enumerate(topology.spanned))
     if form.op == "send_recv":
         spanned = spanned[-1:]
-    latency, hops = hop_latencies_s(topology, form.steps, form.phases)
+    rounds = form.phases if form.rounds is None else form.rounds(topology.num_ranks)
+    latency, hops = hop_latencies_s(topology, form.steps, rounds)
     slowest, bound, wire, measured = -1.0, "", 0.0, True
     for index, (level, members, below) in spanned:
         place = Place(n=topology.num_ranks, k=members, g=below, innermost=index == 0)
@@ -181,6 +199,28 @@ def _timed(
     return CollectiveCost(
         op=form.op, num_bytes=int(size), num_ranks=topology.num_ranks, time_s=launch_s + latency + slowest,
         latency_s=launch_s + latency, algorithm=form.algorithm, protocol=protocol, reason=reason, bound=bound,
+        wire_bytes=wire, is_measured=measured,
+    )  # fmt: skip
+
+
+def _timed_one_after_the_other(
+    form: WireForm, size: float, topology: Topology, reason: str, launch_s: float
+) -> CollectiveCost:
+    """Levels whose steps follow one another, as a schedule of messages has them: their times add up."""
+    assert form.sequential_steps is not None
+    total, latency, slowest, bound, wire, measured = 0.0, 0.0, -1.0, "", 0.0, True
+    for index, (level, members, below) in enumerate(topology.spanned):
+        place = Place(n=topology.num_ranks, k=members, g=below, innermost=index == 0)
+        num_steps, sent = form.sequential_steps(place), size * form.per_byte(place)
+        step = step_cost(topology, index, sent / num_steps)
+        total += num_steps * step.seconds
+        latency += num_steps * step.latency_s
+        measured &= step.is_measured
+        if num_steps * step.seconds > slowest:
+            slowest, bound, wire = num_steps * step.seconds, level.kind, sent
+    return CollectiveCost(
+        op=form.op, num_bytes=int(size), num_ranks=topology.num_ranks, time_s=launch_s + total,
+        latency_s=launch_s + latency, algorithm=form.algorithm, protocol="", reason=reason, bound=bound,
         wire_bytes=wire, is_measured=measured,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from bitwright.comms.topology import Topology
+from bitwright.comms.topology import Level, Topology
 
 PROTOCOLS = ("LL", "LL128", "Simple")
 
@@ -95,8 +95,6 @@ def hop_latencies_s(topology: Topology, steps: str, phases: int) -> tuple[float,
     algorithm = "tree" if steps == "tree" else "ring"
     found = []
     for index, (level, members, below) in enumerate(topology.spanned):
-        own = None if level.hop_latency_s is None else 1e6 * level.hop_latency_s
-        hop_us = _HOP_US[level.medium][algorithm][0] if own is None else own
         if steps == "ring":
             # All borders of a level's units are crossed once a round; those of the levels above are theirs.
             units = topology.num_ranks // below
@@ -105,8 +103,19 @@ def hop_latencies_s(topology: Topology, steps: str, phases: int) -> tuple[float,
             hops = math.ceil(math.log2(members)) if level.medium == "network" else members - 1
         else:
             hops = 1
-        found.append(1e-6 * phases * hops * hop_us * topology.latency_ratio)
+        found.append(phases * hops * hop_seconds(level, topology, algorithm))
     return 1e-6 * _BASE_US[algorithm][0] * topology.latency_ratio, tuple(found)
+
+
+def hop_seconds(level: Level, topology: Topology, algorithm: str) -> float:
+    """Return the seconds of one hop of the smallest message at a level: what it says, or the library's constant."""
+    hop_s = 1e-6 * _HOP_US[level.medium][algorithm][0] if level.hop_latency_s is None else level.hop_latency_s
+    return hop_s * topology.latency_ratio
+
+
+def message_seconds(level: Level, topology: Topology) -> float:
+    """Return the seconds of the smallest message by itself, its kernel's start and a hop of the level."""
+    return 1e-6 * _BASE_US["ring"][0] * topology.latency_ratio + hop_seconds(level, topology, "ring")
 
 
 def predicted_times(op: str, num_bytes: float, topology: Topology) -> tuple[TunerTime, ...]:

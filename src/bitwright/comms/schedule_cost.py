@@ -6,8 +6,9 @@ Each rank has a clock. A step of a rank starts when its last one has ended and i
 
 with V the bytes that the step puts on that link in that direction: a rank's own link, and at each level that a message
 crosses the links of the unit it leaves and of the one it enters. α, B and H are those of a message at the outermost
-level that the step crosses (the curve of `send_recv` there, which `comm fit` finds). Ranks wait only for their
-partners, so that steps of a pipeline overlap where the schedule lets them.
+level that the step crosses (the curve of `send_recv` there, which `comm fit` finds; an α that nobody measured is that
+of the library's messages). Ranks wait only for their partners, so that steps of a pipeline overlap where the schedule
+lets them. A step in which all ranks do alike has a closed form, `step_cost`.
 
 What it does not know: two steps of different ranks that happen to share a link at one time, and the work of the
 processor that adds and copies. Sources: Hockney 1994 (α + S/B); Culler et al. 1993, LogP (clocks by process).
@@ -19,6 +20,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from bitwright.comms.nccl_tuner import message_seconds
 from bitwright.comms.schedule import Schedule, Transfer
 from bitwright.comms.topology import Curve, Topology
 from bitwright.errors import CommsError
@@ -32,6 +34,7 @@ class _Tier:
     #: Ranks below each unit that the level joins.
     size: int
     curve: Curve
+    latency_s: float
     #: What the links of one unit carry for one of its ranks, and for all of them.
     rank_rate: float
     unit_rate: float
@@ -74,6 +77,34 @@ def schedule_time(schedule: Schedule, num_bytes: float, topology: Topology) -> S
     return ScheduleCost(time_s=max(clocks, default=0.0), ends_s=tuple(clocks), bounds=bounds)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCost:
+    """What one step takes in which all ranks do alike."""
+
+    seconds: float
+    latency_s: float
+    #: Whether somebody measured messages of the level, or rings, their next of kin.
+    is_measured: bool
+
+
+def step_cost(topology: Topology, index: int, num_bytes: float) -> StepCost:
+    """Return the time of a step in which every rank sends so many bytes to the rank at its place in the next unit.
+
+    Args:
+        topology: whose `spanned` levels the step crosses up to `index`.
+        index: of the level that joins the units; 0 is the innermost.
+        num_bytes: of each rank.
+    """
+    tiers = _tiers(topology)
+    links = [(num_bytes, tier, True) for tier in tiers[: index + 1]]
+    links += [(num_bytes * tier.size, tier, False) for tier in tiers[1 : index + 1]]
+    tier = tiers[index]
+    seconds = tier.latency_s + max(_seconds(*link) for link in links)
+    return StepCost(
+        seconds=seconds, latency_s=tier.latency_s, is_measured=tier.curve in topology.spanned[index][0].curves
+    )
+
+
 def _take(
     step: Iterable[Transfer], chunk: float, tiers: list[_Tier], clocks: list[float], bounds: dict[str, float]
 ) -> None:
@@ -87,7 +118,7 @@ def _take(
         keys = _links(item, tiers)
         seconds, kind = max((_seconds(loads[key], tiers[key[0]], key[3]), tiers[key[0]].kind) for key in keys)
         crossed = tiers[max(key[0] for key in keys)]
-        end = max(starts[item.source], starts[item.destination]) + (crossed.curve.latency_s or 0.0) + seconds
+        end = max(starts[item.source], starts[item.destination]) + crossed.latency_s + seconds
         bounds[kind] += seconds
         clocks[item.source] = max(clocks[item.source], end)
         clocks[item.destination] = max(clocks[item.destination], end)
@@ -127,6 +158,7 @@ def _tiers(topology: Topology) -> list[_Tier]:
                 kind=level.kind,
                 size=below,
                 curve=curve,
+                latency_s=message_seconds(level, topology) if curve.latency_s is None else curve.latency_s,
                 rank_rate=rate * (below if level.is_shared else 1),
                 unit_rate=rate * below,
             )

@@ -9,6 +9,7 @@ full input of a reduce-scatter or all-to-all. n ranks; at a level k units, of g 
     NVLS, multimem all-reduce        (1 + 1/n)·S         the switch adds and copies; one node only
     NVLS in nodes, tree between      (1 + 1/k)·S inside, as the tree above
     SHARP all-reduce                 S/g                 switches between nodes add, and NVLS inside
+    hierarchical all-reduce          2(k−1)/k · S/g      rings inside nodes, around rings between them; two levels only
     one-shot, two-shot all-reduce    (n−1)·S, 2(n−1)/n·S every rank reads all peers; one node only
     pairwise all-to-all              (N−g)/n · S         N ranks in one unit of the level above
     broadcast by a ring, P2P         S/g, S
@@ -63,10 +64,14 @@ class WireForm:
     steps: str
     #: Rounds through all ranks: an all-reduce has two.
     phases: int = 1
+    #: Ranks → messages one after the other, where "direct" ones are more than the phases.
+    rounds: Callable[[int], int] | None = None
     #: Only where one level joins all ranks.
     one_level: bool = False
     #: Only where a level joins units of several ranks.
     several_levels: bool = False
+    #: Place → steps at the level, where levels work one after the other rather than at once, and there are two of them.
+    sequential_steps: Callable[[Place], int] | None = None
     #: A library of collectives may choose it; kernels of serving engines have to be asked for.
     is_chosen: bool = True
     #: Needs a switch that adds: at the "innermost" level, or at "all" of them; "" needs none.
@@ -79,6 +84,10 @@ def _tree(place: Place) -> float:
 
 def _nvls(place: Place) -> float:
     return 1 + 1 / place.k
+
+
+def _rings(place: Place) -> float:
+    return 2 * (place.k - 1) / place.k / place.g
 
 
 def _all_to_all(place: Place) -> float:
@@ -135,6 +144,15 @@ _NATIVE: tuple[WireForm, ...] = (
         one_level=True,
         is_chosen=False,
     ),
+    WireForm(
+        op="all_reduce",
+        algorithm="hierarchical",
+        per_byte=_rings,
+        steps="ring",
+        several_levels=True,
+        is_chosen=False,
+        sequential_steps=lambda p: 2 * (p.k - 1),
+    ),
     WireForm(op="all_gather", algorithm="ring", per_byte=lambda p: (p.n - 1) / p.n / p.g, steps="ring"),
     WireForm(op="reduce_scatter", algorithm="ring", per_byte=lambda p: (p.n - 1) / p.n / p.g, steps="ring"),
     WireForm(op="all_to_all", algorithm="pairwise", per_byte=_all_to_all, steps="direct"),
@@ -145,12 +163,17 @@ _NATIVE: tuple[WireForm, ...] = (
 
 def _of_schedule(op: str, algorithm: str) -> WireForm:
     """A schedule that libraries do not choose, where one level joins all ranks."""
-    busiest = CLOSED_FORMS[op, algorithm].busiest
+    form = CLOSED_FORMS[op, algorithm]
+
+    def layout(n: int) -> Layout:
+        return Layout(ranks_per_node=n, num_segments=1)
+
     return WireForm(
         op=op,
         algorithm=algorithm,
-        per_byte=lambda p: float(busiest(p.n, Layout(ranks_per_node=p.n, num_segments=1))),
+        per_byte=lambda p: float(form.busiest(p.n, layout(p.n))),
         steps="direct",
+        rounds=lambda n: form.num_steps(n, layout(n)),
         one_level=True,
         is_chosen=False,
     )
