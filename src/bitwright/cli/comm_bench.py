@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bitwright.cli.output import write_json
-from bitwright.cli.usage import UsageMistake, split_names
+from bitwright.cli.usage import UsageMistake, raise_if_there, split_names
 from bitwright.comms.explain import collective_name
+from bitwright.comms.sizes import parse_sizes
 from bitwright.errors import CommsError
 
 if TYPE_CHECKING:
@@ -34,9 +35,12 @@ def bench_command(
     factor: Annotated[int, typer.Option(min=2, help="From one size of a range to the next.")] = 4,
     dtype: Annotated[str, typer.Option(metavar="NAMES", help="fp32, bf16, fp16, fp8_e4m3, int8.")] = "fp32",
     algorithm: Annotated[
-        str, typer.Option(metavar="NAMES", help="library (the backend's own), or ring, tree, two_shot …")
-    ] = "library",
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="For hierarchical. Default: all.")] = None,
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="library (the backend's own), ring, tree, two_shot … Default: library; else a ring."
+        ),
+    ] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="For hierarchical, which needs it.")] = None,
     backend: Annotated[str, typer.Option(metavar="NAME", help="gloo, or nccl where ranks have GPUs.")] = "gloo",
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="After which a rank that waits gives up.")] = 60.0,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="A .json file for bitwright comm fit.")] = None,
@@ -51,9 +55,11 @@ def bench_command(
         raise UsageMistake(f"--timeout is {timeout:g}; give seconds above 0")
     if out is not None and (out.suffix != ".json" or not out.absolute().parent.is_dir()):
         raise UsageMistake(f"--out is '{out}'; name a .json file in a folder that exists")
+    if out is not None:
+        raise_if_there(out)
     ops = tuple(collective_name(name) for name in split_names(op, "collective"))
     # Heavy (torch): after everything that can be refused without it.
-    from bitwright.comms.bench import BenchSettings, as_json, parse_sizes, run_bench
+    from bitwright.comms.bench import BenchSettings, as_json, run_bench
     from bitwright.comms.peers import Peers
     from bitwright.comms.wire import wire_format
 
@@ -61,7 +67,7 @@ def bench_command(
         ops=ops,
         sizes=parse_sizes(sizes, factor),
         dtypes=tuple(wire_format(name).name for name in split_names(dtype, "type")),
-        algorithms=tuple(split_names(algorithm, "algorithm")),
+        algorithms=() if algorithm is None else tuple(split_names(algorithm, "algorithm")),
         ranks_per_node=ranks_per_node,
         nan_rank=nan_rank,
     )
@@ -71,7 +77,7 @@ def bench_command(
         is_teller = peers.rank == 0
         if is_teller and not json:
             sys.stdout.write(f"# {peers.size} ranks over {backend}\n{_HEAD}\n{_UNITS}\n")
-        rows = run_bench(settings, peers, _teller(is_teller and not json))
+        found = run_bench(settings, peers, _teller(is_teller and not json))
         peers.close()
     except CommsError as error:
         sys.stdout.flush()
@@ -83,12 +89,14 @@ def bench_command(
         os._exit(2)
     if not is_teller:
         return
-    told = as_json(rows, backend, ranks_per_node)
+    told = as_json(found, backend, ranks_per_node)
+    if not json:
+        sys.stdout.writelines(f"# left out: {item.what}: {item.reason}\n" for item in found.left_out)
     if out is not None:
         out.write_text(json_format.dumps(told, indent=1) + "\n", encoding="utf-8")
     if json:
         write_json(json_format.dumps(told, indent=1) + "\n")
-    wrong = sum(row.num_wrong for row in rows)
+    wrong = sum(row.num_wrong for row in found.rows)
     if wrong and not json:
         sys.stdout.write(f"# {wrong} wrong numbers\n")
     if wrong:

@@ -7,6 +7,7 @@ knows (`NUMBERS_MAY_BE_NEGATIVE`). A misspelt option then arrives among the numb
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import typer
 
@@ -46,3 +47,13 @@ def split_names(text: str, kind: str) -> Sequence[str]:
     if not names:
         raise UsageMistake(f"{text!r} names no {kind}; write one or more, with commas between them")
     return names
+
+
+def raise_if_there(path: Path) -> None:
+    """Refuse to replace a file.
+
+    Raises:
+        UsageMistake: something has that name.
+    """
+    if path.exists():
+        raise UsageMistake(f"'{path}' exists, and nothing is replaced; give another name or remove it")

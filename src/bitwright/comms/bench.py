@@ -5,6 +5,7 @@
 `library` is what the backend itself offers (Gloo on CPUs, NCCL on GPUs); any other algorithm is one of our schedules as
 messages. Time is that of the slowest rank, the mean over repetitions after a warm-up. Every number of the result is
 compared with the exact one on every rank: what is not within the rounding of its type, NaN above all, counts as wrong.
+What was asked for and does not go together is refused where nothing is left, and else told with its reason.
 
 Bytes are those of numbers of the type; a format with scales moves 3 % more. On GPUs all numbers stay there, and a clock
 is read when what was started before it is done.
@@ -12,7 +13,6 @@ is read when what was started before it is done.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,16 +23,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bitwright import formats
-from bitwright.comms.collectives import algorithms_of, schedule
+from bitwright.catalog import nearest_name_hint
+from bitwright.comms.collectives import ALGORITHMS, algorithms_of, schedule, usual_algorithm
 from bitwright.comms.peers import Peers
 from bitwright.comms.run_schedule import run_schedule
+from bitwright.comms.schedule import Schedule
 from bitwright.comms.wire import WireFormat, wire_format
 from bitwright.comms.wire_bytes import BUS_FACTORS
-from bitwright.errors import CommsError
+from bitwright.errors import CommsError, UnknownName
 
 LIBRARY = "library"
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 #: Seconds of measuring that a size is given, and most repetitions of it.
 _TARGET_S = 0.3
 _MAX_REPEATS = 50
@@ -72,18 +73,35 @@ class Measurement:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOut:
+    """Something that was asked for and not measured."""
+
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """What was measured, and what was not."""
+
+    rows: tuple[Measurement, ...]
+    left_out: tuple[LeftOut, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BenchSettings:
     """What to measure.
 
     Raises:
-        CommsError: nothing to measure, or an algorithm that does not do a collective.
-        UnknownName: no such collective or format.
+        CommsError: nothing to measure, or an algorithm that does none of the collectives.
+        UnknownName: no such collective, algorithm or format.
     """
 
     ops: tuple[str, ...]
     sizes: tuple[int, ...]
     dtypes: tuple[str, ...]
-    algorithms: tuple[str, ...]
+    #: Empty: the backend's own, and a schedule for types that it does not add up.
+    algorithms: tuple[str, ...] = ()
     ranks_per_node: int | None = None
     #: Put a NaN into the data of this rank, to see that it is counted.
     nan_rank: int | None = None
@@ -91,24 +109,48 @@ class BenchSettings:
     def __post_init__(self) -> None:
         for dtype in self.dtypes:
             wire_format(dtype)
-        for op in self.ops:
-            able = (LIBRARY, *algorithms_of(op))
-            wrong = [name for name in self.algorithms if name not in able]
-            if wrong and len(self.ops) == 1:
-                raise CommsError(f"algorithm '{wrong[0]}' does no {op}; use some of {', '.join(able)}")
-        if not (self.ops and self.sizes and self.dtypes and self.algorithms):
-            raise CommsError("nothing to measure; name a collective, a size, a type and an algorithm")
+        if not (self.ops and self.sizes and self.dtypes):
+            raise CommsError("nothing to measure; name a collective, a size and a type")
+        able = {LIBRARY, *(name for op in self.ops for name in algorithms_of(op))}
+        for name in self.algorithms:
+            if name != LIBRARY and name not in ALGORITHMS:
+                hint = nearest_name_hint(name, [LIBRARY, *ALGORITHMS])
+                raise UnknownName(f"unknown algorithm {name!r}{hint} Known: {LIBRARY}, {', '.join(ALGORITHMS)}")
+            if name not in able:
+                raise CommsError(
+                    f"algorithm '{name}' does no {' or '.join(self.ops)}; use some of {', '.join(sorted(able))}"
+                )
+        with_nodes = [name for name in self.algorithms if name != LIBRARY and ALGORITHMS[name].needs_nodes]
+        if (self.ranks_per_node is None) != (not with_nodes):
+            raise CommsError(
+                f"algorithm '{with_nodes[0]}' goes along nodes; say how many ranks each has (--ranks-per-node)"
+                if with_nodes
+                else f"{self.ranks_per_node} ranks a node change nothing: no algorithm that was asked for knows nodes"
+            )
+        if not self.groups():
+            raise CommsError(f"nothing to measure: {'; '.join(f'{o.what}: {o.reason}' for o in self.left_out())}")
 
-    def jobs(self) -> Iterator[tuple[str, str, str, int]]:
-        """(op, dtype, algorithm, bytes) in the order of measuring; what does not go together is left out."""
+    def groups(self) -> tuple[tuple[str, str, str], ...]:
+        """(op, dtype, algorithm) in the order of measuring, of what goes together."""
+        return tuple(found for found in self._asked() if _why_not(*found) is None)
+
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """What does not go together, and what was chosen in its place."""
+        asked = [(found, _why_not(*found)) for found in self._asked()]
+        found = [LeftOut(what=_spelled(*names), reason=why) for names, why in asked if why is not None]
+        if not self.algorithms:
+            for op, dtype, algorithm in self.groups():
+                if algorithm != LIBRARY:
+                    reason = f"{_why_not(op, dtype, LIBRARY)}; measured by {algorithm} instead"
+                    found.append(LeftOut(what=_spelled(op, dtype, LIBRARY), reason=reason))
+        return tuple(found)
+
+    def _asked(self) -> Iterator[tuple[str, str, str]]:
         for op in self.ops:
             for dtype in self.dtypes:
-                for algorithm in self.algorithms:
-                    if algorithm == LIBRARY and dtype not in _TYPES:
-                        continue
-                    if algorithm == LIBRARY or algorithm in algorithms_of(op):
-                        for size in self.sizes:
-                            yield op, dtype, algorithm, size
+                own = LIBRARY if _why_not(op, dtype, LIBRARY) is None else usual_algorithm(op)
+                for algorithm in self.algorithms or (own,):
+                    yield op, dtype, algorithm
 
     def as_dict(self) -> dict[str, object]:
         """What ranks compare before they start."""
@@ -116,36 +158,17 @@ class BenchSettings:
         return {name: list(value) if isinstance(value := getattr(self, name), tuple) else value for name in names}
 
 
-def parse_sizes(text: str, factor: int = 4) -> tuple[int, ...]:
-    """Return the bytes that "8B..256MiB" (every power of `factor` between) or "1KiB,3MiB" spells.
-
-    Raises:
-        CommsError: no size, or a range that goes down.
-    """
-    low, dots, high = text.partition("..")
-    if not dots:
-        return tuple(_parse_size(word) for word in text.split(","))
-    size, last = _parse_size(low), _parse_size(high)
-    if last < size:
-        raise CommsError(f"sizes {text!r} go down; write the smaller one first")
-    found = []
-    while size < last:
-        found.append(size)
-        size *= factor
-    return (*found, last)
+def _why_not(op: str, dtype: str, algorithm: str) -> str | None:
+    if algorithm == LIBRARY:
+        return None if dtype in _TYPES else f"the backend's own collectives know {', '.join(_TYPES)} only"
+    return None if algorithm in algorithms_of(op) else f"'{algorithm}' does no {op}"
 
 
-def _parse_size(text: str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = "" if match is None else match[2].upper()
-    if match is None or (unit or "B") not in _UNITS or float(match[1]) <= 0:
-        raise CommsError(f"size {text.strip()!r} cannot be read; write 8B, 64KiB or 256MiB")
-    return int(float(match[1]) * _UNITS[unit or "B"])
+def _spelled(op: str, dtype: str, algorithm: str) -> str:
+    return f"{op} in {dtype} by {algorithm}"
 
 
-def run_bench(
-    settings: BenchSettings, peers: Peers, on_row: Callable[[Measurement], None] = lambda row: None
-) -> tuple[Measurement, ...]:
+def run_bench(settings: BenchSettings, peers: Peers, on_row: Callable[[Measurement], None] = lambda row: None) -> Bench:
     """Measure all that was asked for, on every rank alike.
 
     Args:
@@ -154,35 +177,55 @@ def run_bench(
         on_row: told of each measurement.
 
     Raises:
-        CommsError: ranks that were asked for different things, or one that failed; it is named.
+        CommsError: ranks that were asked for different things, ranks that do not fill nodes, sizes that are all too
+            small, or a rank that failed; it is named.
     """
     peers.agree(settings.as_dict())
-    found = []
-    for op, dtype, algorithm, size in settings.jobs():
-        measured = _measure(op, dtype, algorithm, size, settings, peers)
-        if measured is not None:
-            found.append(measured)
-            on_row(measured)
-    return tuple(found)
+    schedules = {
+        (op, algorithm): schedule(op, algorithm, peers.size, ranks_per_node=settings.ranks_per_node)
+        for op, _, algorithm in settings.groups()
+        if algorithm != LIBRARY
+    }
+    rows, left_out = [], list(settings.left_out())
+    for op, dtype, algorithm in settings.groups():
+        for size in settings.sizes:
+            count = _count(op, size, wire_format(dtype), peers.size)
+            if count == 0:
+                reason = f"they do not make a number for each of {peers.size} ranks"
+                left_out.append(LeftOut(what=f"{_spelled(op, dtype, algorithm)}, {size} bytes", reason=reason))
+                continue
+            row = _measure(op, dtype, algorithm, count, settings, peers, schedules.get((op, algorithm)))
+            rows.append(row)
+            on_row(row)
+    if not rows:
+        raise CommsError(f"nothing was measured: {left_out[-1].what}: {left_out[-1].reason}; give larger sizes")
+    return Bench(rows=tuple(rows), left_out=tuple(left_out))
+
+
+def _count(op: str, size: int, wire: WireFormat, num_ranks: int) -> int:
+    """Numbers in so many bytes; of what is cut into shards, as many for each rank."""
+    count = size * 8 // formats.FORMATS[wire.scheme.format].bits
+    return count - count % num_ranks if op in ("all_gather", "reduce_scatter", "all_to_all") else count
 
 
 def _measure(
-    op: str, dtype: str, algorithm: str, size: int, settings: BenchSettings, peers: Peers
-) -> Measurement | None:
+    op: str,
+    dtype: str,
+    algorithm: str,
+    count: int,
+    settings: BenchSettings,
+    peers: Peers,
+    made: Schedule | None,
+) -> Measurement:
     wire = wire_format(dtype)
     n = peers.size
-    count = size * 8 // formats.FORMATS[wire.scheme.format].bits
-    if op in ("all_gather", "reduce_scatter", "all_to_all"):
-        count -= count % n
-    if count == 0:
-        return None
+    num_bytes = count * formats.FORMATS[wire.scheme.format].bits // 8
     device = peers.device
     given = _data(count, peers.rank).to(device)
     if settings.nan_rank == peers.rank:
         given[0] = float("nan")
-    run = _library(op, given, wire) if algorithm == LIBRARY else _schedule(op, algorithm, given, wire, settings, n)
-    run = _finished(run, device)
-    what = f"{op} of {size} bytes by {algorithm} in {dtype}"
+    run = _finished(_library(op, given, wire) if made is None else _schedule(made, given, wire), device)
+    what = f"{op} of {num_bytes} bytes by {algorithm} in {dtype}"
     result: list[Tensor] = []
     peers.run(what, lambda: result.append(run()))
     wrong = _num_wrong(result[0].cpu(), _exact(op, count, n, peers.rank), dtype)
@@ -209,7 +252,7 @@ def _measure(
         dtype=dtype,
         algorithm=algorithm,
         num_ranks=n,
-        num_bytes=count * formats.FORMATS[wire.scheme.format].bits // 8,
+        num_bytes=num_bytes,
         count=count,
         time_s=float(times),
         num_wrong=int(totals),
@@ -249,12 +292,10 @@ def _exact(op: str, count: int, n: int, rank: int) -> Tensor:
             return _data(count, 0)
 
 
-def _schedule(
-    op: str, algorithm: str, given: Tensor, wire: WireFormat, settings: BenchSettings, n: int
-) -> Callable[[], Tensor]:
-    made = schedule(op, algorithm, n, ranks_per_node=settings.ranks_per_node)
-    start, stop = made.shard(dist.get_rank(), given.numel()) if op == "reduce_scatter" else (0, given.numel())
-    is_told = op != "send_recv" or dist.get_rank() == n - 1
+def _schedule(made: Schedule, given: Tensor, wire: WireFormat) -> Callable[[], Tensor]:
+    rank = dist.get_rank()
+    start, stop = made.shard(rank, given.numel()) if made.op == "reduce_scatter" else (0, given.numel())
+    is_told = made.op != "send_recv" or rank == made.num_ranks - 1
 
     def run() -> Tensor:
         found = run_schedule(made, given, wire=wire)[start:stop]
@@ -315,16 +356,17 @@ def _num_wrong(found: Tensor, exact: Tensor, dtype: str) -> int:
     return int((~((found.float() - exact).abs() <= near)).sum())
 
 
-def as_json(rows: tuple[Measurement, ...], backend: str, ranks_per_node: int | None) -> dict[str, Any]:
+def as_json(found: Bench, backend: str, ranks_per_node: int | None) -> dict[str, Any]:
     """What `comm fit` reads."""
     return {
         "schema": 1,
         "backend": backend,
-        "num_ranks": rows[0].num_ranks if rows else 0,
+        "num_ranks": found.rows[0].num_ranks,
         "ranks_per_node": ranks_per_node,
         "rows": [
             {name: getattr(row, name) for name in Measurement.__slots__}
             | {"algbw_gb_per_s": row.algbw_gb_per_s, "busbw_gb_per_s": row.busbw_gb_per_s}
-            for row in rows
+            for row in found.rows
         ],
+        "left_out": [{"what": item.what, "reason": item.reason} for item in found.left_out],
     }

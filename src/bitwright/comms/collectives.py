@@ -41,6 +41,16 @@ def algorithms_of(op: str) -> tuple[str, ...]:
     return tuple(name for name, algorithm in ALGORITHMS.items() if op in algorithm.recipes)
 
 
+def usual_algorithm(op: str) -> str:
+    """Return the algorithm that is meant where none is named: a ring, where there is one.
+
+    Raises:
+        UnknownName: no such collective.
+    """
+    able = algorithms_of(op)
+    return "ring" if "ring" in able else able[0]
+
+
 def schedule(
     op: str,
     algorithm: str,

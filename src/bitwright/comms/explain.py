@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from bitwright.catalog import nearest_name_hint
 from bitwright.comms.closed_forms import CLOSED_FORMS
-from bitwright.comms.collectives import ALGORITHMS, COLLECTIVES, algorithms_of, schedule
+from bitwright.comms.collectives import ALGORITHMS, COLLECTIVES, schedule, usual_algorithm
 from bitwright.comms.count import Counts, count
 from bitwright.comms.schedule import Schedule, Transfer
 from bitwright.comms.simulate import Change, Values, run, simulate
@@ -124,7 +124,7 @@ def explain(
 
     Args:
         op: one of `COLLECTIVES`.
-        algorithm: one of `algorithms_of(op)`; the first of them unless given.
+        algorithm: one of `algorithms_of(op)`; a ring unless given.
         num_ranks: 1 or more.
         data: a row for each rank; `textbook_data` unless given.
         ranks_per_node, num_segments: as in `schedule`.
@@ -133,8 +133,9 @@ def explain(
     Raises:
         CommsError, UnknownName: as `schedule` and `simulate` do.
     """
-    chosen = algorithm or ("ring" if "ring" in algorithms_of(op) else algorithms_of(op)[0])
-    made = schedule(op, chosen, num_ranks, ranks_per_node=ranks_per_node, num_segments=num_segments)
+    made = schedule(
+        op, algorithm or usual_algorithm(op), num_ranks, ranks_per_node=ranks_per_node, num_segments=num_segments
+    )
     given = np.array(textbook_data(num_ranks) if data is None else data, dtype=np.float64)
     exact = simulate(made, given)
     start = given if wire is None else wire.rounded(given).astype(np.float64)
@@ -142,7 +143,7 @@ def explain(
     final = steps[-1].buffers if steps else start
     kept = _kept(made, final)
     error = None if wire is None else _relative_error(kept, _kept(made, exact))
-    form = CLOSED_FORMS[op, chosen]
+    form = CLOSED_FORMS[op, made.algorithm]
     return Explanation(
         schedule=made,
         start=start,
