@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bitwright.cli.usage import UsageMistake
+from bitwright.cli.usage import UsageMistake, raise_if_there
 from bitwright.comms.bench_file import fit_bench_files
 from bitwright.comms.fit import Fit
 from bitwright.comms.topology_file import write_topology_text
@@ -25,6 +25,9 @@ def fit_command(
         Path | None, typer.Option("--out", metavar="FILE", help="A new .toml file to write; default: stdout.")
     ] = None,
     name: Annotated[str, typer.Option(metavar="NAME", help="What to call the topology.")] = "this-cluster",
+    dtype: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Whose times are fitted, where files have several types.")
+    ] = None,
     residuals: Annotated[bool, typer.Option("--residuals", help="Show every row beside its prediction.")] = False,
 ) -> None:
     """Fit latency, bandwidth and half size of every collective and algorithm to what was measured.
@@ -33,9 +36,9 @@ def fit_command(
     """
     if out is not None and out.suffix != ".toml":
         raise UsageMistake(f"--out is '{out}', but a topology file ends in .toml; name one that does")
-    if out is not None and out.exists():
-        raise UsageMistake(f"'{out}' exists, and a fit replaces nothing; give another name or remove it")
-    found = fit_bench_files(bench, name)
+    if out is not None:
+        raise_if_there(out)
+    found = fit_bench_files(bench, name, dtype)
     console = Console(stderr=True)
     _print(console, found, residuals)
     text = write_topology_text(found.topology)
@@ -66,3 +69,5 @@ def _print(console: Console, found: Fit, with_rows: bool) -> None:
             markup=False,
             highlight=False,
         )
+    for note in found.topology.notes[1:]:
+        console.print(f"note: {note}", markup=False, highlight=False)

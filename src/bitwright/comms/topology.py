@@ -45,6 +45,8 @@ class Curve:
     latency_s: float | None = None
     #: Collectives that the curve is for; empty: all of them.
     ops: tuple[str, ...] = ()
+    #: (bytes, the curve's time over the measured one, less 1) of the measurements that it was fitted to.
+    residuals: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,4 +190,5 @@ def _scaled(curve: Curve, latency: float, ceiling: float, half_size: float) -> C
         ceiling_gb_per_s=curve.ceiling_gb_per_s * ceiling,
         half_size_bytes=curve.half_size_bytes * half_size,
         latency_s=None if curve.latency_s is None else curve.latency_s * latency,
+        residuals=(),
     )

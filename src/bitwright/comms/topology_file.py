@@ -14,6 +14,7 @@
     algorithm = "ring"
     ceiling_gb_per_s = 366
     half_size_bytes = 8_388_608
+    residuals = [[1048576, 0.03]]     # bytes, and what the curve is off by there, as `comm fit` writes
 
 `topology.py` says what the fields mean. A missing link, an unknown field, or a figure that cannot be is a `CommsError`
 that names the file and the field. `comm fit` writes such files.
@@ -51,6 +52,7 @@ class _CurveSection(_Section):
     half_size_bytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     latency_s: _Positive | None = None
     ops: list[_Text] = []
+    residuals: list[Annotated[list[float], Field(min_length=2, max_length=2)]] = []
 
 
 class _LevelSection(_Section):
@@ -132,6 +134,7 @@ def _level(section: _LevelSection, where: str, file: str) -> Level:
                 half_size_bytes=curve.half_size_bytes,
                 latency_s=curve.latency_s,
                 ops=tuple(curve.ops),
+                residuals=tuple((int(num_bytes), error) for num_bytes, error in curve.residuals),
             )
             for curve in section.curves
         ),
@@ -216,6 +219,7 @@ def write_topology_text(topology: Topology) -> str:
                 half_size_bytes=curve.half_size_bytes,
                 latency_s=curve.latency_s,
                 ops=curve.ops,
+                residuals=curve.residuals,
             )
             for curve in level.curves
         ]
@@ -223,7 +227,7 @@ def write_topology_text(topology: Topology) -> str:
 
 
 def _lines(title: str = "", /, **fields: object) -> str:
-    """A section; what is None or empty is left out. JSON spells text, numbers and lists of text as TOML does."""
+    """A section; what is None or empty is left out. JSON spells text, numbers and lists as TOML does."""
     present = {name: value for name, value in fields.items() if value not in (None, ())}
     head = f"{title}\n" if title else ""
     return head + "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in present.items())
