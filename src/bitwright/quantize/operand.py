@@ -8,7 +8,7 @@ code and a scale have 8 bits together (all codes of 8 bits under powers of two; 
 rounded there. The tensor scale of two levels leaves the sum in any case.
 
 Processors take bf16 numbers below 2^−126 for zeros. Where all scales of a matrix are so small that its numbers could be
-among those, the power of two of the largest scale stays outside (`lift`).
+among those, the power of two of the largest scale stays outside.
 
 So a product in bf16 with fp32 sums, times both scales, is the product that matrix units make of codes, up to the order
 of the sum. Codes of 8 bits and fewer are numbers of bf16.
@@ -37,7 +37,7 @@ from bitwright.quantize.select import select_delayed, select_scaled
 #: Bits of a significand, the hidden one too.
 _BF16_BITS, _FP32_BITS = 8, 24
 #: Scales below it are lifted: the smallest code of 8 bits, E5M2's, is 2^−16.
-_SMALL_SCALE = 2.0**-110
+SMALL_SCALE = 2.0**-110
 #: Rules that give powers of two.
 _POWERS = ("ocp_floor", "round_up", "power_of_two")
 
@@ -124,18 +124,18 @@ def operand_of(q: QTensor) -> Operand:
         one = torch.ones((), device=codes.device)
         outside = one if q.tensor_scale is None else q.tensor_scale
     else:
-        lifted = lift(q.scales_NG)
+        lifted = _lift(q.scales_NG)
         scales, outside = (q.scales_NG * lifted).to(torch.bfloat16), 1 / lifted
     return Operand(numbers=codes * spread(scales, rows, columns, scaling.granularity), scale=outside)
 
 
-def lift(scales_NG: Tensor) -> Tensor:
+def _lift(scales_NG: Tensor) -> Tensor:
     """A power of two, 0-d, that takes numbers under these scales out of bf16's subnormals; 1 unless all are small."""
     one = torch.ones((), device=scales_NG.device)
     if scales_NG.numel() == 0:
         return one
     largest = scales_NG.amax()
-    is_small = (largest > 0) & (largest < _SMALL_SCALE)
+    is_small = (largest > 0) & (largest < SMALL_SCALE)
     return torch.where(is_small, exact_power_of_two(-floor_log2(torch.where(is_small, largest, one))), one)
 
 

@@ -23,7 +23,7 @@ from bitwright.quantize.backends.cpu.arrays import array_of, new_memory, run_row
 from bitwright.quantize.backends.cpu.matrices import quantize_into
 from bitwright.quantize.backends.cpu.modes import mode_grid, why_no_mode
 from bitwright.quantize.backends.cpu.scales import find_scales_of, grid_of_format
-from bitwright.quantize.operand import Operand, folds_in_bf16, lift, operand_dtype, operand_of
+from bitwright.quantize.operand import SMALL_SCALE, Operand, folds_in_bf16, operand_dtype, operand_of
 from bitwright.quantize.qtensor import QTensor
 from bitwright.quantize.quantize import quantize
 from bitwright.quantize.scheme import TensorScheme
@@ -45,7 +45,7 @@ def operand(x_NK: Tensor, scheme: TensorScheme, *, rounding: str = "nearest_even
         scales, tensor_scale = quantize_into(source, target, scheme, gives_codes=True, wants_scales=True)
         return operand_of(QTensor(scheme=scheme, codes_NK=target, scales_NG=scales, tensor_scale=tensor_scale))
     scales, _ = quantize_into(source, target, scheme, gives_codes=False, wants_scales=True)
-    if lift(scales) != 1:
+    if 0 < float(scales.amax()) < SMALL_SCALE:
         return operand_of(quantize(x_NK, scheme))
     return Operand(numbers=target, scale=torch.ones(()))
 
