@@ -15,8 +15,8 @@ PREFIX = "bitwright.training."
 ORDER = (
     "record_facts", "loss_scale", "product_recipe", "recipes", "policy", "roles", "policies", "choose", "gradients",
     "gradient_storage", "optimizer", "updates", "forward", "products", "policy_bits", "processes", "data", "planning",
-    "asked_policy", "held_parameters", "custody", "parameter_watch", "run", "lora", "prepare", "checkpoints",
-    "fine_tuning", "integrations",
+    "asked_policy", "held_parameters", "custody", "parameter_watch", "step_gradients", "run", "lora", "prepare",
+    "checkpoints", "fine_tuning", "integrations",
 )  # fmt: skip
 #: What knows of each other, since a run is made of steps and says what it is.
 RUN = ("run", "run_settings", "step", "describe")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from bitwright.errors import TrainingError
+from bitwright.training.parameter_watch import ParameterWatch
 from bitwright.training.prepare import prepare
 from bitwright.training.run import TrainingRun
 
@@ -127,6 +129,91 @@ def test_what_is_unfrozen_later_is_told(caplog: pytest.LogCaptureFixture) -> Non
             take(run)
     assert ["last.weight" in record.getMessage() for record in caplog.records] == [True]
     assert model.last.weight.grad is None
+
+
+def frozen_at_first(policy: str, **options: Any) -> TrainingRun:
+    """A run whose optimizer holds all parameters, some of them frozen."""
+    model = Tower()
+    model.last.requires_grad_(False)
+    return new_run(model, policy=policy, **options)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "fp16-mixed", "fp8-hybrid"])
+def test_what_a_group_holds_trains_once_it_is_unfrozen(policy: str) -> None:
+    """As a run does that was prepared with it unfrozen: the same bits, moments, norms."""
+    run = frozen_at_first(policy, max_grad_norm=0.1)
+    take(run)
+    assert run.model.last.weight not in run.optimizer.state
+    state, moments = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+    run.model.last.requires_grad_(True)
+    other = new_run(Tower(), policy=policy, max_grad_norm=0.1)
+    other.model.load_state_dict(state)
+    other.optimizer.load_state_dict(moments)
+    other.load_state_dict(run.state_dict())
+    for _ in range(3):
+        take(run)
+        take(other)
+    assert run.last == other.last
+    assert run.model.last.weight.dtype == run.optimizer.state[run.model.last.weight]["exp_avg"].dtype == torch.float32
+    for here, there in zip(run.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(here, there)
+
+
+@pytest.mark.parametrize("policy", ["bf16-pure", "bf16-pure-sr", "bf16-pure-kahan"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_not_cast_is_refused_at_the_next_step_and_can_be_prepared(policy: str, dtype: torch.dtype) -> None:
+    model = Tower()
+    model.last.requires_grad_(False).to(dtype)
+    run = new_run(model, policy=policy)
+    for _ in range(3):  # the next step is none at which all parameters are compared
+        take(run)
+    before = model.last.weight.detach().clone()
+    model.last.requires_grad_(True)
+    with pytest.raises(TrainingError, match=r"2 parameters that were frozen .* \(last\.weight first\).*run\.close\(\)"):
+        take(run)
+    assert torch.equal(model.last.weight, before) and run.counters.updates == 3
+    run.close()
+    again = prepare(model, run.optimizer, policy=policy)
+    again.load_state_dict(run.state_dict())
+    take(again)
+    assert model.last.weight.dtype == torch.bfloat16 and again.counters.updates == 4
+    assert not torch.equal(model.last.weight, before.bfloat16())
+
+
+def test_what_is_unfrozen_is_not_exchanged_between_processes() -> None:
+    model = Tower()
+    model.last.requires_grad_(False)
+    watch = ParameterWatch(model, torch.optim.SGD(model.parameters(), lr=0.1), world_size=2)
+    watch.raise_if_changed(3)
+    model.last.requires_grad_(True)
+    with pytest.raises(TrainingError, match=r"last\.weight first\), and the 2 processes would not exchange"):
+        watch.raise_if_changed(3)
+
+
+def test_a_frozen_base_in_bf16_that_the_optimizer_holds() -> None:
+    """It could be unfrozen at any time, and has no masters."""
+    model = Tower()
+    model.last.requires_grad_(False).bfloat16()
+    with pytest.raises(TrainingError, match=r"the optimizer holds torch\.bfloat16 ones"):
+        new_run(model, policy="bf16-mixed")
+
+
+def test_a_group_that_is_added_within_a_step_is_not_updated_unscaled() -> None:
+    model = Tower()
+    run = new_run(model, model.first)
+    before = model.last.weight.detach().clone()
+    with pytest.raises(TrainingError, match=r"held 2 parameters .* holds 4"), run.step() as step:
+        step.backward(model(X).float().square().mean())
+        run.optimizer.add_param_group({"params": list(model.last.parameters())})
+    assert torch.equal(model.last.weight, before)
+
+
+def test_a_group_whose_parameters_are_others() -> None:
+    model = Tower()
+    run = new_run(model, model.first)
+    run.optimizer.param_groups[0]["params"] = list(model.last.parameters())
+    with pytest.raises(TrainingError, match="holds other parameters than when the run was prepared"):
+        take(run)
 
 
 def test_a_step_does_not_walk_over_all_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

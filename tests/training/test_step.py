@@ -120,6 +120,16 @@ def test_the_micro_batch_is_named() -> None:
     assert result is not None and str(result.skipped).startswith("the loss of micro-batch 2 of 3 is nan")
 
 
+def test_losses_of_both_infinities_are_skipped_too() -> None:
+    """They have no sum."""
+    run = new_run(accumulate=2)
+    with run.step() as step:
+        for sign in (1, -1):
+            step.backward(loss_of(run) * sign * torch.inf)
+    assert run.last is not None and run.last.skipped is not None and "micro-batch 1 of 2 is inf" in run.last.skipped
+    assert run.last.loss != run.last.loss
+
+
 def test_a_gradient_that_is_not_finite_is_named() -> None:
     run = new_run()
     weight = run.model.get_parameter("2.weight")

@@ -95,6 +95,70 @@ def test_losses_are_those_of_our_own_loop(policy: str, make_tiny_model: Callable
         torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
 
 
+class TalksOfOneWordAndOfMany(torch.utils.data.Dataset):
+    """Every other row has two tokens to learn from, the others all."""
+
+    def __len__(self) -> int:
+        return ROWS.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        labels = ROWS.labels[index].long()
+        if index % 2:
+            labels[3:] = -100
+        return {"input_ids": ROWS.input_ids[index].long(), "labels": labels}
+
+
+@pytest.mark.parametrize("counts_tokens", [True, False])
+def test_the_loss_of_a_step_is_that_of_all_its_micro_batches(
+    counts_tokens: bool, make_tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Of their tokens, as the Trainer weighs them; or the mean of their means, for a model that cannot be told."""
+    model = make_tiny_model("llama")
+    results: list[Any] = []
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_steps": 8}
+    trainer = new_trainer(model, tmp_path, policy=None, learning_rate=0.0, **options)
+    trainer.train_dataset = TalksOfOneWordAndOfMany()
+    trainer.model_accepts_loss_kwargs = counts_tokens
+    trainer.add_callback(PolicyCallback(trainer, policy="fp16-mixed", monitor=results.append))
+    transformers.set_seed(3)
+    micro_batches = list(trainer.get_train_dataloader())
+    trainer.train()
+    expected = []
+    for first in range(0, len(micro_batches), 3):
+        sums, counts = [], []
+        for batch in micro_batches[first : first + 3]:
+            labels = batch["labels"][:, 1:]
+            with torch.no_grad(), torch.autocast("cpu", torch.float16):
+                logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+            nll = torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), labels, reduction="sum")
+            sums.append(float(nll))
+            counts.append(int((labels != -100).sum()))
+        means = [total / count for total, count in zip(sums, counts, strict=True)]
+        expected.append(sum(sums) / sum(counts) if counts_tokens else sum(means) / len(means))
+    assert [result.loss for result in results] == pytest.approx(expected, rel=1e-3)
+    assert [result.loss for result in results] == pytest.approx(logged(trainer), rel=1e-5)
+
+
+def test_a_micro_batch_whose_loss_is_not_finite_is_named(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    results: list[Any] = []
+    model = make_tiny_model("llama")
+
+    class Spoiled(transformers.Trainer):
+        num_losses = 0
+
+        def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
+            self.num_losses += 1
+            loss = super().compute_loss(*arguments, **keywords)
+            return loss * torch.nan if self.num_losses == 3 else loss
+
+    arguments = new_trainer(model, tmp_path, policy=None, max_steps=2).args
+    trainer = Spoiled(model=model, args=arguments, train_dataset=Rows())
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.add_callback(PolicyCallback(trainer, policy="bf16-mixed", monitor=results.append))
+    trainer.train()
+    assert [result.skipped for result in results] == [None, "the loss of micro-batch 1 of 2 is nan"]
+
+
 def test_a_skipped_step_moves_neither_weights_nor_learning_rate(
     make_tiny_model: Callable[..., Any], tmp_path: Path
 ) -> None:

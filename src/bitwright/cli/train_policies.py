@@ -16,7 +16,7 @@ from bitwright.cli.table import new_console, new_table, print_rows, print_table
 #: Who sees to a format, in words.
 _BY = (
     "by: autocast is torch's; a kernel adds in fp32 whatever it is given; torch promotes to the wider dtype; bitwright "
-    "casts what is left"
+    "casts what is left, and rounds operands that the device does not"
 )
 
 

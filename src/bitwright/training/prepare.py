@@ -29,7 +29,7 @@ from bitwright.training.choose import Chosen, device_at, raise_if_not_native, wh
 from bitwright.training.custody import Custody, raise_if_under_a_run
 from bitwright.training.forward import named_islands
 from bitwright.training.forward.forward_region import AUTOCAST_DTYPES
-from bitwright.training.forward.tf32_layers import install_tf32
+from bitwright.training.forward.operations import MATRIX_UNITS
 from bitwright.training.gradient_storage import keep_gradients_fp32
 from bitwright.training.held_parameters import (
     cast_parameters,
@@ -111,6 +111,12 @@ def prepare(
     facts, recognised = _facts(device, place)
     asked = ask_policy(policy, facts)
     notes = [f"device: {facts.name} ({recognised})", *_say_emulated(asked.policy, facts, emulate)]
+    emulates = _emulates_compute(asked.policy, facts, place)
+    if emulates:
+        notes.append(
+            f"products of matrices, attention's too, and convolutions round their operands to {asked.policy.compute}, "
+            "forward and back; recurrent layers multiply in fp32"
+        )
     _raise_if_no_autocast(asked.policy, place)
     raise_if_under_a_run(model, optimizer)
     raise_if_unfit(model, optimizer, asked.policy)
@@ -126,8 +132,6 @@ def prepare(
             installed = named_islands.install(inner)
             islands = installed.islands
             changes.append(installed)
-        elif asked.policy.compute not in ("fp32", *facts.matmul_tflops):
-            changes.append(install_tf32(inner))
         products = _products(inner, asked, place, settings, ranks, bool(emulate))
         if products is not None:
             changes.append(products)
@@ -150,6 +154,7 @@ def prepare(
         settings=settings,
         scheduler=scheduler,
         device_type=place.type,
+        emulates=emulates,
         ranks=ranks,
         custody=custody,
         update=update,
@@ -202,6 +207,13 @@ def _say_emulated(policy: Policy, facts: Device, emulate: bool | None) -> list[s
     if emulate is False or (emulate is None and facts.kind != "cpu"):
         raise_if_not_native(policy, facts)
     return [f"emulated: {why}"]
+
+
+def _emulates_compute(policy: Policy, facts: Device, place: torch.device) -> bool:
+    """Whether fp32 is to be multiplied by fewer of its bits, and not by the device itself."""
+    if policy.compute == "fp32" or policy.compute in AUTOCAST_DTYPES:
+        return False
+    return place.type not in MATRIX_UNITS or policy.compute not in facts.matmul_tflops
 
 
 def _raise_if_no_autocast(policy: Policy, place: torch.device) -> None:

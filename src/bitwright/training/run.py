@@ -1,22 +1,17 @@
 """A model and its optimizer under a policy: what happens between the last backward pass of a step and the next step.
 
-    unscale      gradients are divided by the loss scale, in fp32
-    check        all finite, after the division? if not, nothing of the following happens, and the result says why
-    clip         to `max_grad_norm`
+    settle       gradients are unscaled, checked and clipped (`step_gradients.py`); if they are not finite, there is no
+                 update, and the result says why
     update       the optimizer, by the policy's update rule; then the scheduler
     scale        the loss scale moves, skipped step or not; delayed scales of products roll on
 
-So a skipped step leaves parameters, moments, counters of the optimizer and the learning rate as they were. Where many
-processes share the model, they agree on skipping: one rank's NaN is everybody's.
-
-The one wait for the device in a step is for the gradients' norm, which says whether to skip; losses come with it. A run
-that has skipped `patience` steps in a row is over: it looks alive and learns nothing.
+So a skipped step leaves parameters, moments, counters of the optimizer and the learning rate as they were. A run that
+has skipped `patience` steps in a row is over: it looks alive and learns nothing.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -25,11 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.errors import TrainingError
-from bitwright.training import gradients
-from bitwright.training.custody import Custody, raise_if_gradients_are_gone, raise_if_nothing_to_update
+from bitwright.training.custody import Custody
 from bitwright.training.describe import describe_run
 from bitwright.training.forward.named_islands import NamedIsland
-from bitwright.training.gradients import GradientCheck, Reduction
 from bitwright.training.loss_scale import LossScaler
 from bitwright.training.optimizer.stand_ins import Update
 from bitwright.training.optimizer.swallowed import Swallowed
@@ -38,21 +31,10 @@ from bitwright.training.policy import Policy
 from bitwright.training.processes.ranks import Ranks
 from bitwright.training.products.policy_layers import PolicyLayers
 from bitwright.training.run_settings import Removable, RunCounters, RunSettings, Scheduler
-from bitwright.training.step import Step, StepResult, as_fp32
+from bitwright.training.step import Step, StepResult
+from bitwright.training.step_gradients import Settled, StepGradients
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Settled:
-    """A complete step, its gradients unscaled, checked and clipped."""
-
-    #: What the loss was multiplied by.
-    scale: float | None
-    check: GradientCheck
-    losses: list[float]
-    #: Why the step may not be taken.
-    skipped: str | None
 
 
 @dataclass(kw_only=True)
@@ -69,6 +51,8 @@ class TrainingRun:
     settings: RunSettings
     scheduler: Scheduler | None
     device_type: str
+    #: Whether fp32 operands of products are rounded to the policy's compute format, since the device does not.
+    emulates: bool
     ranks: Ranks
     #: Its hold on both.
     custody: Custody
@@ -84,17 +68,22 @@ class TrainingRun:
     #: Result of the last step that was due.
     last: StepResult | None = None
     scaler: LossScaler | None = None
-    _losses: list[Tensor] = field(default_factory=list)
     _step: Step | None = None
-    _settled: _Settled | None = None
 
     def __post_init__(self) -> None:
         if self.policy.loss_scale is not None:
             self.scaler = LossScaler(self.policy.loss_scale)
         self._set_in_step(False)
-        self._watch = ParameterWatch(self.model, self.optimizer)
-        self._named = self._watch.held
-        self._reduction = Reduction(sum=self.ranks.sum_of, max=self.ranks.max) if self._watch.is_sharded else None
+        self._watch = ParameterWatch(
+            self.model, self.optimizer, stored=self.policy.parameters, world_size=self.ranks.world_size
+        )
+        self._gradients = StepGradients(
+            self._watch,
+            self.custody,
+            self.ranks,
+            accumulate=self.accumulate,
+            max_grad_norm=self.settings.max_grad_norm,
+        )
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -110,7 +99,7 @@ class TrainingRun:
     @property
     def pending(self) -> int:
         """Micro-batches whose gradients are there, and wait for others of their step."""
-        return len(self._losses)
+        return self._gradients.pending
 
     @property
     def is_complete(self) -> bool:
@@ -147,49 +136,26 @@ class TrainingRun:
 
             exchange_gradients(self.model, self.pending + 1 >= self.accumulate)
 
-    def _differentiate(self, loss: Tensor) -> None:
-        if self.pending and not self._watch.is_sharded:  # FSDP keeps those of a micro-batch elsewhere
-            raise_if_gradients_are_gone(self._named, self.pending, self.accumulate)
-        self._add_up(loss)
-        self._losses.append(loss.detach())
+    def _add(self, loss: Tensor) -> None:
+        self._gradients.add(loss, self.scale)
+        self.counters.micro_batches += 1
 
-    def _add_up(self, loss: Tensor) -> None:
-        """Scale a loss, and add its gradients to those that are there."""
-        self.custody.expect_gradients(self._named[0][1])
-        loss = as_fp32(loss)
-        if self.accumulate > 1:
-            loss = loss / self.accumulate
-        if self.scaler is not None:
-            loss = loss * self.scaler.scale
-        torch.autograd.backward(loss)
+    def _add_share(self, loss: Tensor) -> None:
+        self._gradients.add_share(loss, self.scale)
         self.counters.micro_batches += 1
 
     def _drop(self) -> None:
         """Forget the gradients that are there."""
-        self._losses.clear()
-        self._settled = None
         if self.products is not None:
             self.products.restart_step()
-        self.custody.has_gradients = False
+        self._gradients.drop()
         self.optimizer.zero_grad(set_to_none=True)
-        self._watch.drop_others()
 
     # --- the end of a step ------------------------------------------------------------------------------------------
 
-    def _settle(self) -> _Settled:
+    def _settle(self) -> Settled:
         """Unscale, check and clip, once in a step."""
-        if self._settled is not None:
-            return self._settled
-        scale = self.scale
-        check = gradients.unscale_and_check(self._named, scale or 1.0, reduction=self._reduction)
-        raise_if_nothing_to_update(check, len(self._losses))
-        losses = torch.stack([loss.reshape(()) for loss in self._losses]).tolist()
-        skipped = self._why_skip(check, losses)
-        if skipped is None and self.settings.max_grad_norm is not None:
-            factor = gradients.clip(self._named, self.settings.max_grad_norm, check)
-            self.counters.clipped += factor < 1.0
-        self._settled = _Settled(scale=scale, check=check, losses=losses, skipped=skipped)
-        return self._settled
+        return self._gradients.settle(self.scale)
 
     def _finish(self) -> StepResult:
         settled = self._settle()
@@ -199,7 +165,7 @@ class TrainingRun:
             if self.scheduler is not None:
                 self.scheduler.step()
         result = StepResult(
-            loss=math.fsum(settled.losses) / len(settled.losses),
+            loss=settled.loss,
             grad_norm=settled.check.norm,
             skipped=self._scaled(settled.skipped),
             scale=settled.scale,
@@ -208,21 +174,13 @@ class TrainingRun:
         )
         self.last = result
         self._count(result)
+        self.counters.clipped += settled.is_clipped
         self.custody.has_gradients = False
         if self.settings.monitor is not None:
             self.settings.monitor(result)
         self._drop()
         self._raise_if_hopeless()
         return result
-
-    def _why_skip(self, check: GradientCheck, losses: list[float]) -> str | None:
-        """Why the step may not be taken: the loss of a micro-batch that is not finite, else the gradients."""
-        bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
-        if self.ranks.any(bad is not None, self._device):
-            if bad is None:
-                return "a loss on another rank is not finite"
-            return f"the loss of micro-batch {bad + 1} of {len(losses)} is {losses[bad]}"
-        return check.reason
 
     def _scaled(self, skipped: str | None) -> str | None:
         """Let scales take note of the step; returns why it was skipped, and what that did to the loss scale."""
@@ -252,10 +210,6 @@ class TrainingRun:
                 f"{self.last.skipped}; look at the data of that step, or lower the learning rate and go on from the "
                 "last checkpoint"
             )
-
-    @property
-    def _device(self) -> torch.device:
-        return self._named[0][1].device
 
     # --- what it is, and what is kept of it -------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-import torch
 from torch import Tensor
 
 from bitwright.errors import TrainingError
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 class StepResult:
     """What became of one optimizer step."""
 
-    #: Mean of the losses of its micro-batches on this rank.
+    #: Mean of the losses of its micro-batches on this rank; weighted by their tokens where the loop does so.
     loss: float
     #: Length of the gradient before clipping; None where it is not finite.
     grad_norm: float | None
@@ -61,8 +60,9 @@ class Step:
         self.result: StepResult | None = None
 
     def __enter__(self) -> Self:
-        self._run._open(self)
-        self._whole.enter_context(step_region(self._run.policy.compute, self._run.device_type))
+        run = self._run
+        run._open(self)
+        self._whole.enter_context(step_region(run.policy.compute, run.device_type, emulates=run.emulates))
         self._enter_forward()
         return self
 
@@ -83,7 +83,7 @@ class Step:
                 f"{run.accumulate} micro-batches; pass accumulate={run.accumulate + 1} to prepare, or open a new step"
             )
         self._leave_forward()
-        run._differentiate(loss)
+        run._add(loss)
         self._num_backwards += 1
         if not run.is_complete:
             self._enter_forward()
@@ -153,8 +153,3 @@ def _raise_if_no_loss(loss: Tensor) -> None:
             "the loss does not depend on anything that is trained; is the forward pass inside torch.no_grad(), or "
             "every parameter frozen?"
         )
-
-
-def as_fp32(loss: Tensor) -> Tensor:
-    """The loss in fp32 at least, so that dividing and scaling round nothing."""
-    return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss

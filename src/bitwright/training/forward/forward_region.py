@@ -1,7 +1,7 @@
 """The region that a forward pass runs in: autocast, islands, and how products of fp32 are computed.
 
     fp32          nothing is cast; GPUs are told to multiply fp32 as fp32 (convolutions would take tf32 by default)
-    tf32          nothing is cast; GPUs may read 10 fraction bits
+    tf32          nothing is cast; GPUs may read 10 fraction bits, and where they cannot, operands are rounded to them
     fp16, bf16    torch.autocast in that dtype, and the islands that it leaves out
 
 Autocast covers the forward pass only: a backward pass computes in the dtypes that the forward pass has chosen, and
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from bitwright.training.forward.islands import Islands
+from bitwright.training.forward.operations import MATRIX_UNITS
+from bitwright.training.forward.rounded_products import rounded_products
 
 #: Formats that autocast casts to.
 AUTOCAST_DTYPES: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -25,15 +27,16 @@ AUTOCAST_DTYPES: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": tor
 _FP32_PRODUCTS: Mapping[str, str] = {"fp32": "ieee", "tf32": "tf32"}
 
 
-def forward_region(compute: str, device_type: str) -> AbstractContextManager[object]:
+def forward_region(compute: str, device_type: str, *, emulates: bool = False) -> AbstractContextManager[object]:
     """A forward pass under a policy's compute format; for whoever has no backward pass, such as an evaluation.
 
     Args:
         compute: "fp32", "tf32", "fp16" or "bf16".
         device_type: kind of device that the model is on, as torch calls it.
+        emulates: round operands of products to `compute`, which the device does not (`TrainingRun.emulates`).
     """
     stack = ExitStack()
-    stack.enter_context(step_region(compute, device_type))
+    stack.enter_context(step_region(compute, device_type, emulates=emulates))
     stack.enter_context(autocast_region(compute, device_type))
     return stack
 
@@ -45,12 +48,14 @@ def autocast_region(compute: str, device_type: str) -> AbstractContextManager[ob
 
 
 @contextmanager
-def step_region(compute: str, device_type: str) -> Iterator[None]:
-    """What surrounds forward and backward passes alike: islands, and how GPUs multiply fp32."""
+def step_region(compute: str, device_type: str, *, emulates: bool = False) -> Iterator[None]:
+    """What surrounds forward and backward passes alike: islands, and how fp32 is multiplied."""
     with ExitStack() as stack:
         precision = _FP32_PRODUCTS.get(compute)
-        if precision is not None and device_type == "cuda":
+        if precision is not None and device_type in MATRIX_UNITS:
             stack.enter_context(_set_products(precision))
+        if emulates:
+            stack.enter_context(rounded_products(compute))
         if compute in AUTOCAST_DTYPES:
             stack.enter_context(Islands(compute, device_type))
         yield

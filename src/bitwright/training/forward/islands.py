@@ -25,11 +25,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from bitwright.training.forward.operations import OPERATIONS, treat
+from bitwright.training.forward.operations import OPERATIONS, Treatment, treat
 
 #: Dtypes whose tensors islands cast.
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
 _WIDE_DTYPES = (torch.float32, torch.float64)
+_OURS = Treatment(format="fp32", by="bitwright")
 
 #: Operators of the regions that are entered, the innermost last. A list for the process rather than for a thread:
 #: backward passes run in threads of their own.
@@ -66,7 +67,7 @@ def left_to_us(compute: str, device_type: str) -> frozenset[str]:
         operator
         for operation in OPERATIONS
         for operator in operation.operators
-        if treat(operation, operator, compute=compute, device_type=device_type).by == "bitwright"
+        if treat(operation, operator, compute=compute, device_type=device_type) == _OURS
     )
 
 

@@ -33,6 +33,8 @@ By = Literal["autocast", "bitwright", "kernel", "torch"]
 _FP32_RANGE = 1e38
 #: Wider formats are fp32 in memory, and nothing is cast.
 _NARROW_BITS = 16
+#: Kinds of devices that torch tells how many bits of fp32 to multiply.
+MATRIX_UNITS = ("cuda",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,8 +132,12 @@ def treat(operation: Operation, operator: str, *, compute: str, device_type: str
         compute: the policy's format of products.
         device_type: kind of device, as torch calls it.
     """
-    if formats.FORMATS[compute].bits > _NARROW_BITS:
-        return Treatment(format=compute if operation.runs_in == "compute" else "fp32", by="torch")
+    bits = formats.FORMATS[compute].bits
+    if bits > _NARROW_BITS:
+        if operation.runs_in != "compute":
+            return Treatment(format="fp32", by="torch")
+        is_emulated = bits < formats.FORMATS["fp32"].bits and device_type not in MATRIX_UNITS
+        return Treatment(format=compute, by="bitwright" if is_emulated else "torch")
     if operation.runs_in != "fp32":
         by: By = "autocast" if operation.runs_in == "compute" else "torch"
         return Treatment(format=compute if by == "autocast" else "widest", by=by)

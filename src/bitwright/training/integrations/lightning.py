@@ -9,7 +9,8 @@ value is refused), and `accumulate_grad_batches` works as it is. The run's state
 compared with the policy when it is loaded.
 
 `on_before_optimizer_step` sees gradients that are unscaled, checked and clipped. Lightning moves schedulers after
-skipped steps too. One optimizer, automatic optimization.
+skipped steps too. At the end of an epoch it divides fewer micro-batches by the number of a full step: the gradient is
+as much shorter, and `run.last.loss` smaller. One optimizer, automatic optimization.
 """
 
 from __future__ import annotations

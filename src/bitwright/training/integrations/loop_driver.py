@@ -6,7 +6,7 @@
     driver.finish()                          update or skip
 
 The library divides the loss by its number of micro-batches itself (some count tokens, and the last step of an epoch may
-have fewer), so gradients are only added up here, and the run sees a step of one.
+have fewer), so what it hands over are shares of a step's loss, which are only added up here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class LoopDriver:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """The region of a forward pass, of training (with gradients) or evaluation (without)."""
-        with self._in_step(), forward_region(self.run.policy.compute, self.run.device_type):
+        run = self.run
+        with self._in_step(), forward_region(run.policy.compute, run.device_type, emulates=run.emulates):
             yield
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -52,8 +53,9 @@ class LoopDriver:
             self._step.__enter__()
             self._step.backward(loss)
             return
-        with self._in_step(), step_region(self.run.policy.compute, self.run.device_type):
-            self.run._add_up(loss)
+        run = self.run
+        with self._in_step(), step_region(run.policy.compute, run.device_type, emulates=run.emulates):
+            run._add_share(loss)
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
