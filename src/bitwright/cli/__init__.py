@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from bitwright.cli.error_of_ranks import tell_error
 from bitwright.cli.output import show_look_alikes
 from bitwright.errors import BitwrightError, MissingExtra
 
@@ -22,21 +23,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _run(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()
     except BitwrightError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell_error(str(error))
         return 2
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         _drop_what_stdout_holds()
-        print(
-            f"error: could not write {error.filename or 'the output'} ({error.strerror}); free some space or send it "
-            "elsewhere (a plan that was made before that stands in its folder)",
-            file=sys.stderr,
+        tell_error(
+            f"could not write {error.filename or 'the output'} ({error.strerror}); free some space or send it "
+            "elsewhere (a plan that was made before that stands in its folder)"
         )
         return 2
     except KeyboardInterrupt:
         code = 130
-    if code == 130:
+    if code == 130 and os.environ.get("RANK", "0") == "0":
         print("interrupted", file=sys.stderr)
     return code
 

@@ -81,13 +81,29 @@ def stop() -> None:
 
 @contextmanager
 def joined(device: str = "auto") -> Iterator[tuple[Ranks, torch.device]]:
-    """`start`, and at the end `stop`, unless the processes had been joined before."""
+    """`start`, and at the end `stop`, unless the processes had been joined before.
+
+    Raises:
+        TrainingError: as `start`; or another process has left in the middle of an exchange.
+    """
     was_joined = dist.is_available() and dist.is_initialized()
     try:
         yield start(device)
+    except RuntimeError as error:
+        if not _is_of_the_backend(error):
+            raise
+        raise TrainingError(
+            f"another process of this run has ended, or cannot be reached ({str(error).splitlines()[0][:160]}); see "
+            "what it said, and start all of them again"
+        ) from error
     finally:
         if not was_joined:
             stop()
+
+
+def _is_of_the_backend(error: RuntimeError) -> bool:
+    """Whether an exchange failed; Gloo has no error of its own."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def spread(model: nn.Module, parallel: str, ranks: Ranks) -> nn.Module:
