@@ -197,6 +197,7 @@ def test_one_lossless_scheme_under_a_quality_limit(load_tiny: Callable[..., Load
     assert plan.measured.kl.mean == plan.measured.kl.high == 0
     assert plan.measured.top1_agreement.mean == 1
     assert plan.summary.predicted_kl == 0
+    assert plan.uniform == () and any("the plan has one scheme for all weights in question" in n for n in plan.notes)
 
 
 def test_a_scheme_that_overflows_is_not_chosen(load_tiny: Callable[..., LoadedModel], prose: Path) -> None:

@@ -25,10 +25,10 @@ from bitwright.search.pareto import pareto_front
 from bitwright.search.probe import measure_roles, probe
 from bitwright.search.progress import Progress, Silent
 from bitwright.search.refine import Refined, raise_if_no_room, refine, unrefined
-from bitwright.search.robustness import study_robustness
+from bitwright.search.robustness import NOT_STUDIED, study_robustness
 from bitwright.search.settings import default_schemes, first_aim, settle
 from bitwright.search.subject import Subject, known_reference, known_reference_facts, open_subject, spool_folder
-from bitwright.search.uniform import compare_with_uniform, prefer_uniform
+from bitwright.search.uniform import compare_with_uniform, prefer_uniform, why_no_rival
 from bitwright.search.value_scores import ValueLearned
 from bitwright.search.verify import lasting_path, prove, verify
 
@@ -166,7 +166,9 @@ def optimize(
         uniform = compare_with_uniform(mended, meter, seed, clock)
     roles = measure_roles(mended.problem, mended.assignment, refined.own, clock)
     plan = draft_plan(subject, settings, mended, (*probes, *roles), learned, learned_values, clock)
-    plan = refined.written_to(plan).replace(
+    plan = refined.written_to(plan)
+    plan = plan.replace(
+        notes=(*plan.notes, *why_no_rival(mended, uniform), *(() if robustness else (NOT_STUDIED,))),
         uniform=uniform,
         pareto=() if pareto_points is None else pareto_front(mended, meter, refined.own, pareto_points, seed, clock),
         robustness=study_robustness(subject, settings, mended, refined.own, clock) if robustness else None,
