@@ -181,6 +181,18 @@ def test_an_engine_leaves_its_reasons_in_the_plan(load_tiny: Callable[..., Loade
         assert schemes[f"{layer}.mlp.gate_proj"] == schemes[f"{layer}.mlp.up_proj"]
 
 
+@pytest.mark.parametrize(("device", "kept_bits"), [("h100", 14), ("b200", None)])
+def test_a_narrow_accumulator_is_told(
+    load_tiny: Callable[..., LoadedModel], prose: Path, device: str, kept_bits: int | None
+) -> None:
+    """Hopper keeps 14 bits of a sum of FP8 products; that rules nothing out, and is no secret either."""
+    plan = optimize(
+        load_tiny("llama"), budget=Budget(effective_bits=9.0), **search_options(prose, schemes=["fp8"], hardware=device)
+    )
+    told = [note for note in plan.notes if "significant bits of a sum of fp8_e4m3 products" in note]
+    assert len(told) == (kept_bits is not None) and all(f"keeps {kept_bits} significant" in note for note in told)
+
+
 def test_sites_that_a_file_names_are_the_ones_that_are_verified(
     load_tiny: Callable[..., LoadedModel], prose: Path, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from bitwright.plan import (
     Summary,
     TextInfo,
 )
-from bitwright.plan.rules import why_not
+from bitwright.plan.rules import remarks, why_not
 from bitwright.quantize import SCHEMES, VALUE_SCHEMES
 from bitwright.search.binding import study_limits
 from bitwright.search.candidate import Candidate
@@ -230,6 +230,9 @@ def _notes(subject: Subject, assignment: Assignment, settings: Settings, unreach
         "group size that divides"
         for what, count in sorted(ragged.items())
     ]
+    chosen = dict.fromkeys(assignment[site.name].scheme for site in subject.sites)
+    said = (remark for name in chosen for remark in remarks(SCHEMES[name], device=settings.ruling_device))
+    notes += dict.fromkeys(said)
     if unreachable:
         limits_memory = settings.budget.limits.keys() & {"max_memory_bytes", "device_memory_bytes"}
         keeps_ends = limits_memory and not settings.include_head
