@@ -232,6 +232,26 @@ def test_model_without_linear_is_refused_with_what_was_seen():
         find_sites(nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.ReLU()))
 
 
+def test_a_model_whose_sites_cannot_be_named_is_told_how_to_name_them(tmp_path):
+    """The advice is followed: a file as the sentence spells it names the matrix that it shows."""
+
+    class Bilinear(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Module()
+            self.inner.w = nn.Parameter(torch.ones(8, 4))
+
+        def forward(self, x):
+            return torch.einsum("oi,bi->bo", self.inner.w, x)
+
+    with pytest.raises(ModelError, match=r"matrices: inner\.w \[8, 4\]; .*name its sites in a file given by --sites"):
+        find_sites(Bilinear())
+    names = tmp_path / "sites.toml"
+    names.write_text('[[site]]\nparameter = "*.w"\nrole = "other"\n', encoding="utf-8")
+    (site,) = find_sites(Bilinear(), names)
+    assert (site.parameter, site.role, site.shape) == ("inner.w", "other", (8, 4))
+
+
 def test_site_of_another_model_is_refused(make_tiny_model):
     site = find_sites(make_tiny_model("gpt2"))[0]
     with pytest.raises(ModelError, match=r"has no parameter 'transformer\.h\.0\.attn\.c_attn\.weight'"):
