@@ -56,8 +56,8 @@ def study_robustness(
     name = _another_set(settings)
     if name is None:
         notes.append(
-            f"the built-in sets ({settings.calibration}, {settings.evaluation}) calibrate and evaluate already, so that "
-            "nothing was searched on another; it is where one of the two is a file of your own"
+            f"the built-in sets ({settings.calibration}, {settings.evaluation}) calibrate and evaluate already, so "
+            "that nothing was searched on another; it is where one of the two is a file of your own"
         )
     else:
         elsewhere = replace(settings, calibration=name)
