@@ -52,6 +52,10 @@ class Offer(Protocol):
         """Value of the site `name` ("<module>:<part>"), one of its operands: the value to go on with."""
 
 
+#: Sees a value of one attention, and says what is used in its place: (part, operand, value) → value.
+PartOffer = Callable[[str, str, Tensor], Tensor]
+
+
 class AttentionCalls:
     """Context in which all attention layers of a model offer what they compute.
 
@@ -159,27 +163,74 @@ def attend(
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if calls is not None and not calls.took_from_cache(module) and is_causal:
         key, value = offer("k_cache", "k", key), offer("v_cache", "v", value)
-    q = offer("qk", "q", query.float() * (query.shape[-1] ** -0.5 if scaling is None else scaling))
+    if attention_mask is None and is_causal and query.shape[-2] > 1:
+        num_queries, num_keys = query.shape[-2], key.shape[-2]
+        attention_mask = causal_mask(num_queries, num_keys, query.device, first=num_keys - num_queries)
+    o = attention(
+        offer,
+        query,
+        key,
+        value,
+        attention_mask,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
+        sink=None if s_aux is None else s_aux.float().reshape(1, -1, 1, 1),
+        position_bias=position_bias,
+    )
+    return o.to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+def attention(
+    offer: PartOffer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    by_blocks: bool = True,
+) -> Tensor:
+    """Attention in the order of fused kernels, fp32 [batch, heads, tokens, head_dim]; every value is offered.
+
+    Args:
+        offer: called with part, operand and value.
+        query, key, value: [batch, heads, tokens, head_dim]; heads of keys may be shared by groups of queries'.
+        mask: added to the scores, or bool (True attends), or None.
+        scaling, softcap, position_bias: as `attend` has them.
+        sink: one more score per head, [1, heads, 1, 1].
+        by_blocks: offer the sum after each block of keys; False: only the whole of it is computed.
+    """
+    q = offer("qk", "q", query.float() * scaling)
     k = offer("qk", "k", key.float())
     scores = q @ _per_query_head(k, q).transpose(-1, -2)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if position_bias is not None:
         scores = scores + position_bias
-    scores = _masked(scores, attention_mask, causal=is_causal and query.shape[-2] > 1)
-    sink = None if s_aux is None else s_aux.float().reshape(1, -1, 1, 1)
+    scores = _masked(scores, mask)
     highest = scores.detach().amax(-1, keepdim=True)
     highest = highest if sink is None else torch.maximum(highest, sink.detach())
     e = torch.exp(scores - highest)
     total = torch.zeros_like(highest) if sink is None else torch.exp(sink - highest)
+    if by_blocks:
+        total = sum_by_blocks(e, total, lambda so_far: offer("softmax_sum", "sum", so_far))
+    else:
+        total = total + e.sum(-1, keepdim=True)
+    p = offer("pv", "p", offer("softmax", "p", e))
+    v = offer("pv", "v", value.float())
+    return offer("output", "o", (p @ _per_query_head(v, q)) / total)
+
+
+def sum_by_blocks(e: Tensor, total: Tensor, offer: Callable[[Tensor], Tensor]) -> Tensor:
+    """Exponentials added to a total block of keys by block; the sum so far is offered after each."""
     for block in e.split(SUM_BLOCK_KEYS, dim=-1):
         added = block.sum(-1, keepdim=True)
         # where all keys of a block are masked, kernels do not come by: the sum is not rounded once more
-        total = torch.where(added > 0, offer("softmax_sum", "sum", total + added), total)
-    p = offer("pv", "p", offer("softmax", "p", e))
-    v = offer("pv", "v", value.float())
-    o = offer("output", "o", (p @ _per_query_head(v, q)) / total)
-    return o.to(query.dtype).transpose(1, 2).contiguous(), None
+        total = torch.where(added > 0, offer(total + added), total)
+    return total
 
 
 def may_attend(module: nn.Module) -> bool:
@@ -191,10 +242,12 @@ def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
     return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def _masked(scores: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
-    if mask is None and causal:
-        num_queries, num_keys = scores.shape[-2:]
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device).tril(num_keys - num_queries)
+def causal_mask(num_queries: int, num_keys: int, device: torch.device, *, first: int) -> Tensor:
+    """Bool [queries, keys]: query i attends to the keys up to number first + i."""
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(first)
+
+
+def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return scores
     if mask.dtype == torch.bool:

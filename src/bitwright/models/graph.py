@@ -161,6 +161,7 @@ def trace(
     kwargs: Mapping[str, Any] | None = None,
     *,
     call: Callable[..., Any] = call_module,
+    free: bool = False,
 ) -> ExportedProgram:
     """The operators that a module runs on example inputs; its parameters are called ``module.<their name>``.
 
@@ -168,6 +169,7 @@ def trace(
         module: in eval mode.
         args, kwargs: example inputs, passed on by `call`.
         call: (module, *args, **kwargs) → tensors.
+        free: leave every dimension of `args`, all tensors, free that the module leaves free; without `kwargs`.
 
     Raises:
         ModelError: `torch.export` cannot trace the module; the message has its reason and the next step.
@@ -175,16 +177,23 @@ def trace(
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.export.export(_Traced(module, call), tuple(args), dict(kwargs or {}), strict=False)
+            shapes = None
+            if free:
+                auto = torch.export.Dim.AUTO
+                shapes = {"args": tuple(dict.fromkeys(range(arg.dim()), auto) for arg in args)}
+            traced = _Traced(module, call)
+            return torch.export.export(traced, tuple(args), dict(kwargs or {}), dynamic_shapes=shapes, strict=False)
     except Exception as error:
         # whatever a user's own forward raises comes out of torch.export as it is: no narrower class catches it
         if isinstance(error, ModelError):
             raise
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        advice = "name its sites in a file (--sites FILE, or find_sites(model, site_file=…)), or pass"
         raise ModelError(
-            f"{type(module).__name__} cannot be traced by torch.export ({type(error).__name__}: {reason[:200]}); name "
-            "its sites in a file (--sites FILE, or find_sites(model, site_file=…)), or pass example inputs that its "
-            "forward takes and keep branches on values of tensors out of it"
+            f"{type(module).__name__} cannot be traced by torch.export"
+            f"{' with free sizes' if free else ''} ({type(error).__name__}: {reason[:200]}); "
+            f"{'pass' if free else advice} example inputs that its forward takes and keep branches on values of "
+            "tensors out of it"
         ) from error
 
 

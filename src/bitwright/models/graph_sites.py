@@ -99,10 +99,7 @@ def find_graph_sites(
 
 def sites_of_program(program: ExportedProgram) -> GraphSites:
     """Name the sites of an exported program; the names of parameters are those of the program."""
-    canonical = {_plain(name): _plain(first) for name, first in canonical_names(program).items()}
-    by_matrix: dict[tuple[str, int | None], list[WeightUse]] = {}
-    for use in weight_uses(program):
-        by_matrix.setdefault((canonical.get(use.parameter, use.parameter), use.expert), []).append(use)
+    canonical, by_matrix = _by_matrix(program)
     vocabulary = _heights_of_input_tables(program, by_matrix)
     decoder: list[Site] = []
     ends: list[Site] = []
@@ -128,6 +125,24 @@ def sites_of_program(program: ExportedProgram) -> GraphSites:
     ]
     ends.sort(key=lambda site: site.role == "lm_head")
     return GraphSites(program=program, weights=(*decoder, *ends), uses=uses, kept=tuple(kept))
+
+
+def uses_in_program(program: ExportedProgram, sites: Sequence[Site]) -> dict[str, tuple[WeightUse, ...]]:
+    """Site name → the places where a program computes with it, for sites that were named otherwise."""
+    canonical, by_matrix = _by_matrix(program)
+    return {
+        site.name: tuple(by_matrix.get((canonical.get(site.parameter, site.parameter), site.expert), ()))
+        for site in sites
+    }
+
+
+def _by_matrix(program: ExportedProgram) -> tuple[dict[str, str], dict[tuple[str, int | None], list[WeightUse]]]:
+    """Parameter → its first name, and (that name, expert) → uses, in the program's order."""
+    canonical = {_plain(name): _plain(first) for name, first in canonical_names(program).items()}
+    by_matrix: dict[tuple[str, int | None], list[WeightUse]] = {}
+    for use in weight_uses(program):
+        by_matrix.setdefault((canonical.get(use.parameter, use.parameter), use.expert), []).append(use)
+    return canonical, by_matrix
 
 
 def _site(

@@ -62,7 +62,14 @@ _FUNCTIONS: Mapping[Any, tuple[tuple[int, str], tuple[int, str]]] = {
     torch.Tensor.mm: ((0, "self"), (1, "mat2")),
     torch.Tensor.matmul: ((0, "self"), (1, "other")),
     torch.Tensor.__matmul__: ((0, "self"), (1, "other")),
+    # what a program calls (`graph_run.py`)
+    torch.ops.aten.linear.default: ((0, "input"), (1, "weight")),
+    torch.ops.aten.embedding.default: ((1, "indices"), (0, "weight")),
+    torch.ops.aten.addmm.default: ((1, "mat1"), (2, "mat2")),
+    torch.ops.aten.mm.default: ((0, "self"), (1, "mat2")),
+    torch.ops.aten.matmul.default: ((0, "self"), (1, "other")),
 }
+_EINSUMS = (torch.functional.einsum, torch.ops.aten.einsum.default)
 
 
 def einsum_is_in_out(equation: str, weight: int) -> bool | None:
@@ -128,7 +135,7 @@ class LinearCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.functional.einsum:
+        if func in _EINSUMS:
             return self._watch_einsum(args, kwargs)
         where = _FUNCTIONS.get(func)
         if where is None:

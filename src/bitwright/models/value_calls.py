@@ -11,15 +11,17 @@ the value itself, or a rounded one. Four ways lead to values, none of which know
     products     the functions that compute with a weight          linear_calls.py    gate, up, down, router logits
     modules      hooks on norms and activation functions, which are known by their class
 
+A model of another kind may offer its values itself (`OffersItsValues`): one of plain torch runs as its program then.
+
 Outside attention a value is [..., width]. Values of experts come expert by expert, with the tokens that chose them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -48,6 +50,14 @@ NORM_CLASSES = ("*Norm", "*LayerNorm*")
 ACTIVATION_HOMES = ("transformers.activations", "torch.nn.modules.activation")
 #: Classes found there that are no function of one number.
 NOT_ELEMENTWISE = ("*Softmax*", "*Softmin*", "MultiheadAttention")
+
+
+@runtime_checkable
+class OffersItsValues(Protocol):
+    """A model that offers its values itself, since they cannot be reached through its modules."""
+
+    def offering(self, offer: Offer, names: Collection[str] | None) -> AbstractContextManager[None]:
+        """A context in which it offers those of some sites; None: all."""
 
 
 class ValueCalls:
@@ -86,6 +96,9 @@ class ValueCalls:
         self._stack.close()
 
     def _open(self, stack: ExitStack) -> None:
+        if isinstance(self._model, OffersItsValues):
+            stack.enter_context(self._model.offering(self._offer, self._names))
+            return
         if self._names is None or any(name.rpartition(":")[2] in ATTENTION_PARTS for name in self._names):
             stack.enter_context(AttentionCalls(self._model, self._offer, self._groups))
         for name, module in norms_of(self._model).items():

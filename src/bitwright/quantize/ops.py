@@ -2,6 +2,7 @@
 
     bitwright::round_values    numbers by themselves
     bitwright::fake_quantize   groups under a scale, to values
+    bitwright::round_channels  … of tokens, channel by channel, as far as groups are full
     bitwright::quantize        … to codes, scales, offsets and tensor scale
     bitwright::pack            … to bits
     bitwright::unpack          bits to values
@@ -39,6 +40,7 @@ _SCHEMAS = {
     ),
     "fake_quantize": "(Tensor x, str scheme, str rounding, int seed, int random_bits) -> Tensor",
     "fake_quantize_out": "(Tensor x, str scheme, str rounding, int seed, int random_bits, Tensor(a!) out) -> ()",
+    "round_channels": "(Tensor x, str scheme, str rounding) -> Tensor",
     "quantize": "(Tensor x, str scheme, str rounding, int seed, int random_bits) -> (Tensor, Tensor, Tensor, Tensor)",
     "pack": "(Tensor x, str scheme, str rounding, int seed, int random_bits) -> (Tensor, Tensor, Tensor, Tensor)",
     "unpack": (
@@ -86,6 +88,20 @@ def _fake_quantize(
 def _fake_quantize_out(x: Tensor, scheme: str, rounding: str, seed: int, random_bits: int, out: Tensor) -> None:
     _raise_if_overlapping(x, out)
     _fake_quantize(x, scheme, rounding, seed, random_bits, out)
+
+
+def _round_channels(x: Tensor, scheme: str, rounding: str) -> Tensor:
+    """Values [..., tokens, channels]; tokens of a group that is not full stay."""
+    scaling = read_scheme(scheme).scaling
+    assert scaling is not None
+    n, num_tokens = scaling.granularity.group_size, x.shape[-2]
+    full = num_tokens // n * n
+    if full == 0:
+        return x.clone()
+    by_channel = x[..., :full, :].unflatten(-2, (full // n, n)).transpose(-1, -2)
+    found = _fake_quantize(by_channel.contiguous(), scheme, rounding, 0, 1)
+    rounded = found.transpose(-1, -2).flatten(-3, -2)
+    return torch.cat([rounded, x[..., full:, :]], dim=-2)
 
 
 def _quantize(x: Tensor, scheme: str, rounding: str, seed: int, random_bits: int) -> _Parts:
@@ -259,6 +275,7 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "round_values_out": (_round_values_out, _shape_of_nothing),
     "fake_quantize": (_fake_quantize, _shape_like),
     "fake_quantize_out": (_fake_quantize_out, _shape_of_nothing),
+    "round_channels": (_round_channels, _shape_like),
     "quantize": (_quantize, _shape_of_quantize),
     "pack": (_pack, _shape_of_pack),
     "unpack": (_unpack, _shape_of_unpack),
@@ -279,3 +296,4 @@ for _name, (_run, _shape) in _OPERATORS.items():
     torch.library.register_fake(f"bitwright::{_name}", _shape, lib=_LIBRARY)
 torch.library.register_autograd("bitwright::round_values", _straight_through(6), lib=_LIBRARY)
 torch.library.register_autograd("bitwright::fake_quantize", _straight_through(5), lib=_LIBRARY)
+torch.library.register_autograd("bitwright::round_channels", _straight_through(3), lib=_LIBRARY)

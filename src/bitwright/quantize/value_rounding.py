@@ -3,7 +3,7 @@
 Values are [..., heads, tokens, head_dim], or [..., tokens, width] where a scheme has no scale per head. The arithmetic
 is that of `fake_quantize`: under a static scale s, value = round(x / s) · s, with codes that saturate.
 
-Legend: H heads, T tokens, D head_dim, n tokens of a group.
+Legend: H heads, T tokens, D head_dim.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def round_values(x: Tensor, scheme: ValueScheme, scale: Tensor | None = None) ->
         number = TensorScheme(format=scheme.values.format)
         return fake_quantize(x / per_head, number, rounding=scheme.rounding, overflow="saturate") * per_head
     if scheme.axis == "channel":
-        return _round_channels(x, scheme)
+        rounded: Tensor = torch.ops.bitwright.round_channels(x, scheme.values.text, scheme.rounding)
+        return rounded
     return fake_quantize(x, scheme.values, rounding=scheme.rounding)
 
 
@@ -57,15 +58,3 @@ def static_scale(scheme: ValueScheme, operand: str, amax_H: Tensor) -> Tensor:
 def spread(scale: Tensor, x: Tensor) -> Tensor:
     """Scales [H] or [1] in a shape that multiplies x [..., H, T, D]."""
     return scale.to(x.device, x.dtype).view(-1, 1, 1) if scale.numel() > 1 else scale.to(x.device, x.dtype)
-
-
-def _round_channels(x: Tensor, scheme: ValueScheme) -> Tensor:
-    """Groups of n tokens under a scale per channel; tokens of a group that is not full stay."""
-    n, (num_tokens, width) = scheme.group_tokens, x.shape[-2:]
-    full = num_tokens // n * n
-    if full == 0:
-        return x
-    grouped = x[..., :full, :].unflatten(-2, (full // n, n)).transpose(-1, -2)
-    found = fake_quantize(grouped.contiguous(), scheme.values, rounding=scheme.rounding)
-    rounded = found.transpose(-1, -2).reshape(*x.shape[:-2], full, width)
-    return rounded if full == num_tokens else torch.cat([rounded, x[..., full:, :]], dim=-2)

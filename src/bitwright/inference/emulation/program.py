@@ -4,12 +4,13 @@
     planned.module()(input_ids)              # what emulate gives
     torch.export.save(planned, "planned.pt2")
 
-Weights are replaced in the program's state dict by the values that their codes stand for, and values that are some
-operator's result (of an MLP, a router, the residual stream) are rounded behind it. Where a choice rounds inputs,
-what `emulate` does to them is traced with the shapes of that very place and inserted before the product: the operators
-`bitwright::fake_quantize` and `bitwright::round_values`, and those of a transform. So there is one definition of what a
-choice does, and the program needs nothing of bitwright but these operators (import bitwright.quantize before it is
-loaded). Everything is checked before anything is changed, and the given program stays as it is.
+Weights are replaced in the program's state dict by the values that their codes stand for. Values are rounded where they
+arise (`program_values.py`), and a fused attention is taken apart where something inside it is. Where a choice rounds
+inputs, what `emulate` does to them is inserted before the product. All of that is traced with the shapes of the very
+place (`program_rewriter.py`): the operators `bitwright::fake_quantize`, `bitwright::round_values` and
+`bitwright::round_channels`, and those of a transform. So there is one definition of what a choice does, and the program
+needs nothing of bitwright but these operators (import bitwright.quantize before it is loaded). Everything is checked
+before anything is changed, and the given program stays as it is.
 
 Rejected: exporting an emulated model (its weights' rounding would be part of the program, and of every run), and a
 pass over torch's quantisation operators (they know neither these formats nor these scales).
@@ -17,34 +18,23 @@ pass over torch's quantisation operators (they know neither these formats nor th
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
-from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from bitwright.errors import PlanError
 from bitwright.inference.emulation.emulate import SiteRule, emulate
+from bitwright.inference.emulation.program_rewriter import Rewriter
+from bitwright.inference.emulation.program_values import listed, places_of_values, round_values_in
 from bitwright.inference.emulation.site_rules import site_rules
-from bitwright.inference.emulation.values import ValueRule, value_rules
 from bitwright.models.graph import WeightUse, canonical_names, weight_uses
 from bitwright.models.graph_sites import GraphSites, sites_of_program
 from bitwright.models.linear_calls import Matrix, matrices_of
 from bitwright.models.names import EXPERT_PARAMETERS
 from bitwright.models.sites import Site
-from bitwright.models.value_calls import ATTENTION_PARTS
 from bitwright.plan import Plan, SiteChoice
-from bitwright.quantize.static_scales import round_input
-from bitwright.quantize.value_rounding import round_values
-
-#: Names of the constants that are added to a program begin with it.
-CONSTANT_PREFIX = "bitwright_constant_"
 
 
 def apply_to_program(plan: Plan, program: ExportedProgram, sites: Sequence[Site] | None = None) -> ExportedProgram:
@@ -56,8 +46,8 @@ def apply_to_program(plan: Plan, program: ExportedProgram, sites: Sequence[Site]
         sites: what `find_sites` gave for the model; by default they are found in the program by the plan's names.
 
     Raises:
-        PlanError: sites of the plan are not in the program, or round what the program computes nowhere as a product
-            of its own; all of them are named.
+        PlanError: sites of the plan are not in the program, or round what the program has no place of its own for;
+            all of them are named.
         SchemeError: rows of one fused matrix ask for different roundings of their one input.
     """
     graph = sites_of_program(program)
@@ -65,11 +55,10 @@ def apply_to_program(plan: Plan, program: ExportedProgram, sites: Sequence[Site]
     rules = site_rules(plan, located)
     changed = [matrix for matrix in matrices_of(located) if any(site.name in rules for site in matrix.sites)]
     roundings = _places_of_roundings(program, changed, rules, prefix)
-    values = _places_of_values(plan, graph, prefix)
+    values = places_of_values(plan, graph, prefix)
     state_dict = _changed_weights(program, located, rules, prefix)
-    rewriter = _Rewriter.of(program)
-    for node, operand, value_rule in values:
-        rewriter.round_result(node, operand, value_rule)
+    rewriter = Rewriter.of(program)
+    round_values_in(rewriter, values)
     for use, rule in roundings:
         rewriter.round_input(use, rule)
     return rewriter.finish(program, state_dict)
@@ -94,7 +83,7 @@ def _locate(plan: Plan, graph: GraphSites, sites: Sequence[Site] | None) -> tupl
         if not missing:
             return prefix, tuple(site for site in found.values() if site is not None)
     raise PlanError(
-        f"the plan chooses for {_listed(missing)}, which this program does not have, or in which it does not show what "
+        f"the plan chooses for {listed(missing)}, which this program does not have, or in which it does not show what "
         f"are rows; export the model that the plan is for ({plan.model.name}), and pass its sites=find_sites(model)"
     )
 
@@ -181,39 +170,16 @@ def _places_of_roundings(
         if not found or others or any(use.kind not in ("product", "lookup") for use in found):
             without += [site.name for site in matrix.sites]
         places += [(use, rule) for use in found]
-    _raise_if_no_place(without, "inputs")
+    _raise_if_no_place(without)
     return places
 
 
-def _places_of_values(plan: Plan, graph: GraphSites, prefix: str) -> list[tuple[str, str, ValueRule]]:
-    """Every node whose result is rounded, what value sites call it, and its rule.
-
-    Raises:
-        PlanError: values that are no operator's result in this program: what attention does inside a fused softmax,
-            what a cache keeps, and what a norm takes in.
-    """
-    chosen = [choice.name for choice in plan.sites if choice.kind != "weight" and choice.scheme != "as_loaded"]
-    if not chosen:
-        return []
-    nodes = {site.name.removeprefix(prefix): nodes for site, nodes in graph.values().items()}
-    known = {replace(site, name=site.name.removeprefix(prefix)) for site in graph.values()}
-    alone = {site.name for site in known if len(site.operands) == 1 and site.part not in ATTENTION_PARTS}
-    _raise_if_no_place([name for name in chosen if name not in alone], "values")
-    rules = value_rules(plan, known)
-    return [(node, site.operands[0], rule) for site, rule in rules.items() for node in nodes[site.name]]
-
-
-def _raise_if_no_place(names: Sequence[str], what: str) -> None:
+def _raise_if_no_place(names: Sequence[str]) -> None:
     if names:
         raise PlanError(
-            f"the plan rounds {what} at {_listed(names)}, for which this program has no place of its own; run the plan "
+            f"the plan rounds inputs at {listed(names)}, for which this program has no place of its own; run the plan "
             "on the model itself (bitwright.inference.apply(plan, model)), or choose schemes that round weights alone"
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -246,124 +212,3 @@ def _changed_weights(
     wanted = {name: tensor.requires_grad for name, tensor in program.state_dict.items()}
     replaced = {first: nn.Parameter(value, requires_grad=wanted[first]) for first, value in values.items()}
     return {name: replaced.get(canonical[name], tensor) for name, tensor in program.state_dict.items()}
-
-
-# --- inputs -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True)
-class _Rewriter:
-    """A copy of a program's graph that operators are inserted into."""
-
-    module: GraphModule
-    nodes: dict[str, Node]
-    input_specs: list[InputSpec]
-    constants: dict[str, Any]
-    #: Name of a node whose result is rounded → the rounded one.
-    results: dict[str, Node] = field(default_factory=dict)
-    #: (name of the node whose values are rounded, rule, rounded node): products that share an input share its rounding.
-    rounded: list[tuple[str, SiteRule, Node]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, program: ExportedProgram) -> _Rewriter:
-        """Copy what will be changed."""
-        module = copy.deepcopy(program.graph_module)
-        nodes: dict[str, Node] = {}
-        for given, copied in zip(program.graph.nodes, module.graph.nodes, strict=True):
-            copied.name = given.name  # copying renames what is called like a function of Python ("input")
-            nodes[given.name] = copied
-        return cls(
-            module=module,
-            nodes=nodes,
-            input_specs=list(program.graph_signature.input_specs),
-            constants=dict(program.constants),
-        )
-
-    def round_result(self, name: str, operand: str, rule: ValueRule) -> None:
-        """Round what a node computes, for all that read it."""
-        scale = rule.scale(operand)
-        node = self.nodes[name]
-        readers = list(node.users)
-        result = self._insert(lambda value: round_values(value, rule.scheme, scale), node)
-        for reader in readers:
-            reader.replace_input_with(node, result)
-        self.results[name] = result
-
-    def round_input(self, use: WeightUse, rule: SiteRule) -> None:
-        """Round what a product takes in; what is looked up in a changed weight is changed back instead."""
-        user = self.nodes[use.node]
-        if use.kind == "lookup":
-            readers = list(user.users)
-            restored = user if rule.transform.is_identity else self._insert(lambda w: rule.transform.restore(w), user)
-            for reader in readers:
-                reader.replace_input_with(user, restored)
-            return
-        assert use.x is not None and rule.activations is not None
-        scheme = rule.activations
-        source = self.results.get(use.x, self.nodes[use.x])
-        result = next((n for name, r, n in self.rounded if name == use.x and r.rounds_inputs_like(rule)), None)
-        if result is None:
-            result = self._insert(lambda x: round_input(rule.transform.input(x), scheme, rule.input_scale), source)
-            self.rounded.append((use.x, rule, result))
-        user.replace_input_with(source, result)
-
-    def _insert(self, function: Callable[[Tensor], Tensor], source: Node) -> Node:
-        """Put the operators of a function behind a node; returns the node of its result."""
-        fake = source.meta["val"]
-        with torch.no_grad(), fake.fake_mode:
-            traced = make_fx(function, _allow_non_fake_inputs=True)(fake)
-        graph = self.module.graph
-        placed: dict[Node, Node] = {}
-        with graph.inserting_before(_behind(source)):
-            for node in traced.graph.nodes:
-                match node.op:
-                    case "placeholder":
-                        placed[node] = source
-                    case "get_attr":
-                        placed[node] = self._constant(getattr(traced, str(node.target)), fake)
-                    case "output":
-                        result: Any = node.args[0]
-                        return placed[result]
-                    case _:
-                        copied = graph.node_copy(node, lambda other: placed[other])
-                        copied.meta = {**node.meta, "nn_module_stack": source.meta.get("nn_module_stack", {})}
-                        placed[node] = copied
-        raise AssertionError("a traced function ends with its output")
-
-    def _constant(self, value: Tensor, like: Any) -> Node:
-        """An input of the program that holds a constant, before those of its user."""
-        name = f"{CONSTANT_PREFIX}{sum(key.startswith(CONSTANT_PREFIX) for key in self.constants)}"
-        first_user = next(i for i, spec in enumerate(self.input_specs) if spec.kind is InputKind.USER_INPUT)
-        before = self.nodes[self.input_specs[first_user].arg.name]
-        with self.module.graph.inserting_before(before):
-            node = self.module.graph.placeholder(name)
-        node.meta["val"] = like.fake_mode.from_tensor(value, static_shapes=True)
-        self.nodes[node.name] = node
-        self.constants[name] = value
-        spec = InputSpec(kind=InputKind.CONSTANT_TENSOR, arg=TensorArgument(name=node.name), target=name)
-        self.input_specs.insert(first_user, spec)
-        return node
-
-    def finish(self, program: ExportedProgram, state_dict: Mapping[str, Any]) -> ExportedProgram:
-        """The program of the changed graph, verified."""
-        self.module.graph.lint()
-        self.module.recompile()
-        return ExportedProgram(
-            root=self.module,
-            graph=self.module.graph,
-            graph_signature=replace(program.graph_signature, input_specs=self.input_specs),
-            state_dict=dict(state_dict),
-            range_constraints=copy.copy(program.range_constraints),
-            module_call_graph=copy.copy(program.module_call_graph),
-            example_inputs=program.example_inputs,
-            constants=dict(self.constants),
-            verifiers=program.verifiers,
-        )
-
-
-def _behind(node: Node) -> Node:
-    """The node before which everything that needs `node` alone can stand: placeholders come first of all."""
-    following = node.next
-    while following.op == "placeholder":
-        following = following.next
-    return following
