@@ -13,6 +13,7 @@ from torch import Tensor
 from value_models import make_value_model
 
 from bitwright.errors import DataError, PlanError
+from bitwright.export.source import open_source
 from bitwright.inference import apply
 from bitwright.inference.static.calibration import calibrate_static
 from bitwright.inference.static.drift import DriftLimits, check_static
@@ -158,6 +159,51 @@ def test_scales_that_do_not_fit_are_found(loaded: LoadedModel) -> None:
     assert set(kinds(static_plan(loaded), loaded, prompts=PROMPTS)) >= {"unknown origin"}
     with pytest.raises(PlanError, match=r"of 2 of 20 sites do not fit \(never set\): .*its scale is 1.0"):
         check_static(plan.attach(tensors=ones), loaded, HELD_OUT).raise_if_any()
+
+
+def with_ones(plan: Plan, *names: str) -> Plan:
+    """Scales of 1.0 at some sites."""
+    ones = {name: np.ones_like(plan.tensors[name]) for name in names}
+    return plan.attach(tensors={**plan.tensors, **ones})
+
+
+@pytest.mark.parametrize("mode", ["emulate", "packed"])
+def test_nothing_runs_under_scales_that_were_never_set(loaded: LoadedModel, mode: str) -> None:
+    """1.0 is what engines take where nobody calibrated; a scale of 1.0 that was found is one like any other."""
+    plan = calibrate_static(static_plan(loaded), loaded, PROMPTS)
+    site, cache = "model.layers.0.mlp.up_proj", "model.layers.1.self_attn:v_cache"
+    unset = with_ones(plan, f"{site}/input_scale", f"{cache}/scale")
+    told = (
+        rf"the static scales of 2 of 20 sites do not fit \(never set\): {site}: its scale is 1.0, and the largest "
+        r"magnitude that was met is .*bitwright verify PLAN --static PROMPTS --rule min_max --out NEW-PLAN"
+    )
+    with pytest.raises(PlanError, match=told):
+        apply(unset, loaded, mode=mode)
+    with pytest.raises(PlanError, match=told):
+        apply(unset.replace(model=plan.model.model_copy(update={"hash": loaded.hash})), loaded.model, mode=mode)
+    found = {f"{site}/calibrated_amax": np.array([448.0], np.float32), f"{cache}/calibrated_amax": np.zeros(2, "f4")}
+    apply(unset.attach(tensors={**unset.tensors, **found}), loaded, mode=mode)
+    nobody = with_ones(static_plan(loaded), f"{site}/input_scale")
+    with pytest.raises(
+        PlanError, match=r"of 1 of 14 sites .*up_proj: its scale is 1.0, and nothing says that it was f"
+    ):
+        apply(nobody, loaded, mode=mode)
+
+
+def test_nothing_runs_under_scales_of_other_weights(loaded: LoadedModel) -> None:
+    plan = calibrate_static(static_plan(loaded), loaded, PROMPTS)
+    other = make_value_model("llama")
+    with torch.no_grad():
+        other.get_parameter("model.norm.weight").mul_(1.01)
+    changed = from_memory(other, None, name="changed")
+    told = rf"of 20 of 20 sites do not fit \(other weights\): .*found with weights {loaded.hash[:12]}, and these are"
+    for model, hash_ in ((changed, changed.hash), (changed.model, "ab" * 6)):
+        with pytest.raises(PlanError, match=f"{told} {hash_[:12]}"):
+            apply(plan, model)
+    own = plan.replace(model=plan.model.model_copy(update={"hash": changed.hash}))
+    with pytest.raises(PlanError, match=told):
+        open_source(own, changed)
+    apply(calibrate_static(plan, changed, PROMPTS), changed)
 
 
 def test_scales_from_other_data_are_found(loaded: LoadedModel) -> None:

@@ -68,10 +68,12 @@ def _export(plan: Plan, to: str, out: Path, model: str | None, engine: str | Non
     from bitwright.export import EXPORTERS, export, raise_if_refused
     from bitwright.export.driver import raise_if_not_new
     from bitwright.inference.planned_model import open_model
+    from bitwright.inference.static.origin import raise_if_stale
 
     EXPORTERS[to]  # an unknown name, a folder that is there and a refusal are told before anything is loaded
     raise_if_not_new(out)
     raise_if_refused(plan, to, engine=engine)
+    raise_if_stale(plan)
     with Bars() as bars:
         with bars.waiting("loading the model"):
             loaded, sites = open_model(plan, model)

@@ -78,9 +78,11 @@ def open_planned(plan: Plan, model: str | None, mode: str) -> tuple[Any, Any]:
     from bitwright.inference import apply
     from bitwright.inference.modes import find_mode
     from bitwright.inference.planned_model import open_model
+    from bitwright.inference.static.origin import raise_if_stale
     from bitwright.quantize.backends.cpu.announce import announcing
 
     find_mode(mode)  # before anything is loaded
+    raise_if_stale(plan)
     with Bars() as bars, announcing(bars.waiting):
         with bars.waiting("loading the model"):
             loaded, sites = open_model(plan, model)

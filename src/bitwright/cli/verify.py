@@ -14,7 +14,7 @@ from rich.text import Text
 from bitwright.cli.output import write_json
 from bitwright.cli.progress import Bars
 from bitwright.cli.table import least_rows, measured_rows, new_console, new_table, print_rows, print_table
-from bitwright.cli.usage import split_names
+from bitwright.cli.usage import UsageMistake, split_names
 from bitwright.plan import Measured, Plan, load_plan
 from bitwright.plan.canonical import canonical_json
 from bitwright.report.units import LIMIT_TITLES, spell_interval, spell_limit_value, spell_number
@@ -32,7 +32,12 @@ def verify_command(
         str | None, typer.Option(metavar="SRC", help="Other text; default: the plan's own evaluation text.")
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens to measure on; never fewer than 64 sequences.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens to measure on; never fewer than 64 sequences. With --static: at most so many; default: all.",
+            show_default=False,
+        ),
     ] = None,
     tasks: Annotated[
         str | None,
@@ -44,13 +49,43 @@ def verify_command(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Documents of each task; default: all.", show_default=False)
     ] = None,
+    static: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROMPTS", help="Hold static scales against these prompts instead: a text file, or a built-in set."
+        ),
+    ] = None,
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="min_max|percentile|mse",
+            help="With --static: find the scales anew, on three prompts of four; the fourth is held against them.",
+        ),
+    ] = None,
+    percentile: Annotated[
+        float, typer.Option(help="With --rule percentile: percent of the magnitudes that are reached.")
+    ] = 99.99,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --rule: where the plan with the new scales goes.", show_default=False),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the measurement as JSON and nothing else.")] = False,
 ) -> None:
     """Measure a plan again, from scratch.
 
-    Exit code 3: a quality limit of the plan's budget is missed in this measurement.
+    Exit code 3: a quality limit of the plan's budget is missed in this measurement, or a static scale does not fit.
     """
+    if static is None and (rule is not None or out is not None):
+        raise UsageMistake("--rule and --out are for static scales: say on which prompts with --static PROMPTS")
     loaded = load_plan(plan)
+    if static is not None:
+        if tasks is not None or evaluation is not None:
+            raise UsageMistake("--static looks at scales, --tasks and --evaluation measure: ask for one at a time")
+        from bitwright.cli.verify_static import StaticRequest, verify_static
+
+        request = StaticRequest(prompts=static, model=model, rule=rule, percentile=percentile, out=out, tokens=tokens)
+        verify_static(loaded, request, json)
+        return
     if tasks is not None:
         _verify_on_tasks(loaded, split_names(tasks, "task"), model, limit, json)
         return

@@ -37,6 +37,7 @@ from bitwright import formats
 from bitwright.errors import PlanError
 from bitwright.inference import ValueRule, codes_of, rule_of, value_rules
 from bitwright.inference.planned_model import raise_if_other_model, sites_of
+from bitwright.inference.static.origin import raise_if_stale
 from bitwright.models.loaded import DTYPE_FORMATS, LoadedModel
 from bitwright.models.sites import Site, site_weight
 from bitwright.models.value_sites import ValueSite, find_value_sites
@@ -198,11 +199,12 @@ def open_source(
         engine: that is to load it.
 
     Raises:
-        PlanError: the plan is for another model (the tensors that differ are named), or lacks tensors; a dtype that is
-            none of these.
+        PlanError: the plan is for another model (the tensors that differ are named), lacks tensors, or has static
+            scales that were never set or found with other weights; a dtype that is none of these.
     """
     known = sites_of(plan, loaded.model) if sites is None else tuple(sites)
     raise_if_other_model(plan, loaded, known)
+    raise_if_stale(plan, loaded.hash)
     chosen, reason = choose_dtype(loaded, dtype)
     rounds_values = any(choice.kind != "weight" and choice.scheme != "as_loaded" for choice in plan.sites)
     values = value_rules(plan, find_value_sites(loaded.model)) if rounds_values else {}

@@ -44,6 +44,7 @@ from bitwright.inference.packed.modules import raise_if_planned
 from bitwright.inference.packed.value_hooks import round_values_of
 from bitwright.inference.planned_model import sites_of
 from bitwright.inference.run_report import RunReport, emulated_report
+from bitwright.inference.static.origin import raise_if_stale
 from bitwright.models.linear_calls import LinearCalls, Matrix, Operation, matrices_of
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.sites import Site
@@ -97,13 +98,15 @@ def apply(
         The program, or the model with a `RunReport` as its attribute `bitwright_run`.
 
     Raises:
-        PlanError: sites of the plan that the model or program lacks, or has no place for; named. Under "native" also
-            sites that the device does not multiply natively.
+        PlanError: static scales that were never set, or found with other weights (`static/origin.py`); sites of the
+            plan that the model or program lacks, or has no place for; named. Under "native" also sites that the device
+            does not multiply natively.
         ModelError: nothing in the model is a site, or it runs packed already.
         SchemeError: rows of one fused matrix ask for different roundings of their one input.
         UnknownName: no such mode.
     """
     wanted = find_mode(mode)
+    raise_if_stale(plan, model.hash if isinstance(model, LoadedModel) else None)
     match model:
         case ExportedProgram():
             if wanted != "emulate":

@@ -13,7 +13,7 @@ Legend: B sequences, H heads, T tokens of a call, D head_dim, W tokens kept so.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -55,13 +55,14 @@ class WideTokens:
         overflowed_B1T1 = beyond.any(-1, keepdim=True).any(1, keepdim=True)
         num_tokens = x.shape[-2]
         at = torch.arange(num_tokens, device=x.device)
+        places: Sequence[int] = range(num_tokens)
         match self.fallback.decide(beyond, overflowed_B1T1.flatten()):
             case Action.NARROW:
                 return
             case Action.WIDE:
-                values, places = x, range(num_tokens)
+                values = x
             case Action.BOTH:
-                values, places = torch.where(self.fallback.rescued(overflowed_B1T1), x, decoded()), range(num_tokens)
+                values = torch.where(self.fallback.rescued(overflowed_B1T1), x, decoded())
             case Action.TOKENS:
                 at = places_of(overflowed_B1T1.any(0).flatten())
                 values = torch.where(overflowed_B1T1, x, decoded()).index_select(-2, at)

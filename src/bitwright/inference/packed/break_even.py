@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bitwright.errors import SchemeError
+from bitwright.inference.hysteresis import DEFAULT_FALLBACK
 
 if TYPE_CHECKING:
     from bitwright.inference.packed.weight import PackedWeight
@@ -57,7 +58,8 @@ def measure_break_even(weight: PackedWeight, num_tokens: int, *, repeats: int = 
     device = next(weight.buffers()).device
     generator = torch.Generator().manual_seed(seed)
     x_MK = torch.randn(num_tokens, weight.shape[1], generator=generator).to(device)
-    few = min(num_tokens, 3 if weight.fallback is None else max(1, weight.fallback.settings.max_fallbacks_per_batch))
+    settings = None if weight.fallback is None else weight.fallback.settings
+    few = min(num_tokens, max(1, (settings or DEFAULT_FALLBACK).max_fallbacks_per_batch))
     calls: dict[str, Callable[[], Tensor]] = {
         "narrow": lambda: weight.narrow(inputs.change(x_MK)),
         "wide": lambda: weight.wide(inputs.change(x_MK)),

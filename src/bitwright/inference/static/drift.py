@@ -10,7 +10,8 @@
     other range         the largest held-out magnitude is far above that which it was found on, or far below
 
 Origins are there once `calibrate_static` has found the scales. What lies beyond the range is counted before it is cast
-(`quantize/static_scales.py`).
+(`quantize/static_scales.py`). What a plan tells of its scales by itself is asked wherever it is run or exported
+(`origin.py`).
 
 Legend: H heads (1 outside attention).
 """
@@ -19,21 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bitwright.errors import PlanError
+from bitwright.inference.static.origin import LEAST_USED, Finding, of_weights, raise_findings
 from bitwright.inference.static.places import StaticPlaces, hash_prompts, look_at_prompts
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.sites import Site
 from bitwright.plan import Plan
 from bitwright.quantize.static_scales import overflows, reach
-
-#: Findings that an error lists.
-_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,16 +43,7 @@ class DriftLimits:
     min_ratio: float = 0.125
     max_ratio: float = 2.0
     #: A scale of 1.0 counts as one that was never set, unless this share of its range is used.
-    min_used: float = 0.25
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """A scale that does not fit."""
-
-    site: str
-    what: Literal["never set", "other weights", "other prompts", "unknown origin", "beyond the range", "other range"]
-    sentence: str
+    min_used: float = LEAST_USED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,15 +56,7 @@ class StaticCheck:
 
     def raise_if_any(self) -> None:
         """Raise PlanError, naming the sites, where any scale does not fit."""
-        if not self.findings:
-            return
-        kinds = ", ".join(sorted({finding.what for finding in self.findings}))
-        listed = "; ".join(f"{finding.site}: {finding.sentence}" for finding in self.findings[:_NAMED])
-        more = f"; and {len(self.findings) - _NAMED} more" if len(self.findings) > _NAMED else ""
-        raise PlanError(
-            f"the static scales of {len({finding.site for finding in self.findings})} of {self.num_sites} sites do not "
-            f"fit ({kinds}): {listed}{more}; find them anew on prompts like those to come: calibrate_static(…)"
-        )
+        raise_findings(self.findings, self.num_sites)
 
 
 def check_static(
@@ -115,7 +95,7 @@ def check_static(
     chosen = DriftLimits() if limits is None else limits
     findings: list[Finding] = []
     for name in places.names:
-        findings += _of_origin(name, plan.tensors, bytes.fromhex(loaded.hash), prompts_hash)
+        findings += _of_origin(name, plan.tensors, loaded.hash, prompts_hash)
         of_site = {operand: met[name, operand] for operand in places.operands(name)}
         if all(found.num_values for found in of_site.values()):
             findings += _of_range(name, plan.tensors, places, of_site, chosen)
@@ -139,17 +119,15 @@ class _Met:
 
 
 def _of_origin(
-    name: str, tensors: Mapping[str, np.ndarray], weights_hash: bytes, prompts_hash: bytes | None
+    name: str, tensors: Mapping[str, np.ndarray], weights_hash: str, prompts_hash: bytes | None
 ) -> Iterator[Finding]:
     origin = tensors.get(f"{name}/calibrated_on")
     if origin is None:
         if prompts_hash is not None:
             yield Finding(site=name, what="unknown origin", sentence="the plan does not say what it was found on")
         return
-    of_weights, of_prompts = origin.tobytes()[:32], origin.tobytes()[32:]
-    if of_weights != weights_hash:
-        told = f"found with weights {of_weights.hex()[:12]}, and these are {weights_hash.hex()[:12]}"
-        yield Finding(site=name, what="other weights", sentence=told)
+    yield from of_weights(name, tensors, weights_hash)
+    of_prompts = origin.tobytes()[32:]
     if prompts_hash is not None and of_prompts != prompts_hash:
         told = f"found on prompts {of_prompts.hex()[:12]}, and those given are {prompts_hash.hex()[:12]}"
         yield Finding(site=name, what="other prompts", sentence=told)
