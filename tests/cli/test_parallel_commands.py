@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,10 @@ def test_a_timeline_is_written_as_a_trace_and_drawn(tmp_path: Path, capsys: pyte
     assert json.loads(trace.read_text())["traceEvents"]
     assert drawing.read_text().startswith("<svg")
     assert "16 of 16 micro-batches" in capsys.readouterr().out
+    drawn = trace.read_bytes()
+    assert main([*arguments, "--out", str(trace)]) == 2
+    assert "exists, and nothing is replaced" in capsys.readouterr().err
+    assert trace.read_bytes() == drawn
 
 
 @pytest.mark.parametrize(
@@ -69,3 +74,56 @@ def test_a_timeline_is_written_as_a_trace_and_drawn(tmp_path: Path, capsys: pyte
 def test_bad_input_is_one_sentence(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parallel", *arguments]) == 2
     assert text in capsys.readouterr().err.replace("\n", " ")
+
+
+def served(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    assert main(["parallel", "serve", *arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_serving_says_what_fits_and_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parallel", "serve", "llama-3-70b", "--cluster", "h100x8x2"]) == 0
+    said = capsys.readouterr().out
+    for text in ("h100x8x2: 16 × h100-sxm", "prefill", "a token", "fastest token", "most tokens of a GPU", "predicted"):
+        assert text in said
+    assert "out of memory: tp 1 from 1 at once" in said
+    found = served(capsys, "llama-3-70b", "--cluster", "h100x8x2", "--tp", "4,8", "--batch", "1,16")
+    first = next(row for row in found["choices"] if (row["tp"], row["batch"]) == (4, 1))
+    assert first["replicas"] == 4
+    # Weights are read once, by four GPUs of 3.35 TB/s; and no GPU is faster than its links.
+    least = 2 * 70.6e9 / 4 / 3.35e12
+    assert least < first["decode_s"] < 2 * least
+    assert sum(first["decode_parts_s"].values()) == pytest.approx(first["decode_s"])
+    # 2 · 80 layers · 8 heads · 128 · 2 bytes of each token.
+    more = next(row for row in found["choices"] if (row["tp"], row["batch"]) == (4, 16))
+    assert more["memory_bytes"] - first["memory_bytes"] == pytest.approx(15 * 4096 * 2 * 80 * 8 * 128 * 2 / 4)
+
+
+def test_fewer_bits_leave_room_and_move_less(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ("llama-3-8b", "--cluster", "h100x8", "--tp", "1", "--batch", "1")
+    plain, packed = served(capsys, *own), served(capsys, *own, "--scheme", "int4_g128", "--kv", "fp8_e4m3_tensor")
+    assert (packed["weight_bits"], packed["kv_bits"]) == (4.125, 8.0)
+    assert packed["choices"][0]["decode_s"] < 0.7 * plain["choices"][0]["decode_s"]
+    assert packed["largest_batch"][0]["batch"] > 2 * plain["largest_batch"][0]["batch"]
+
+
+def test_what_does_not_fit_is_exit_code_3_with_the_nearest_miss(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parallel", "serve", "llama-3.1-405b", "--cluster", "h100x8"]) == 3
+    assert "nothing fits; the nearest, tp 8 with 1 at once, is" in capsys.readouterr().out
+    assert served(capsys, "llama-3.1-405b", "--cluster", "h100x8", code=3)["choices"] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--tp", "16"], "tp 16 is more than the 8 GPUs of a node"),
+        (["--tp", "3"], "tp 3 does not divide 32 heads"),
+        (["--batch", "0"], "--batch has '0'; it takes whole numbers from 1"),
+        (["--kv", "fp8_e4m3_tensr"], "did you mean 'fp8_e4m3_tensor'"),
+        (["--scheme", "int5"], "unknown scheme 'int5'"),
+        (["--cluster-file", "x.toml"], "name the cluster once"),
+    ],
+)
+def test_serving_that_cannot_be_is_refused(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parallel", "serve", "llama-3-8b", "--cluster", "h100x8", *options]) == 2
+    assert words in capsys.readouterr().err

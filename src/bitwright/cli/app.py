@@ -18,6 +18,7 @@ from bitwright.cli import (
     comm_bench,
     comm_explain,
     comm_fit,
+    comm_time,
     compare,
     export,
     formats,
@@ -32,6 +33,7 @@ from bitwright.cli import (
     optimize,
     parallel,
     parallel_plan,
+    parallel_serve,
     parallel_timeline,
     run_,
     schemes,
@@ -95,6 +97,7 @@ def _create_comm_app() -> typer.Typer:
     app.command("explain", cls=PlainCommand)(comm_explain.explain_command)
     app.command("bench", cls=PlainCommand)(comm_bench.bench_command)
     app.command("fit", cls=PlainCommand)(comm_fit.fit_command)
+    app.command("time", cls=PlainCommand)(comm_time.time_command)
     return app
 
 
@@ -102,6 +105,7 @@ def _create_parallel_app() -> typer.Typer:
     app = typer.Typer(cls=PlainGroup, rich_markup_mode=None)
     app.callback(invoke_without_command=True)(parallel.parallel_command)
     app.command("plan", cls=PlainCommand)(parallel_plan.plan_command)
+    app.command("serve", cls=PlainCommand)(parallel_serve.serve_command)
     app.command("timeline", cls=PlainCommand)(parallel_timeline.timeline_command)
     return app
 

@@ -1,6 +1,6 @@
-"""``bitwright parallel``: how to divide a training step over a cluster. Its verbs are files beside this one.
+"""``bitwright parallel``: how to divide training and serving over a cluster. Its verbs are files beside this one.
 
-What both verbs ask for is here: a model, a cluster, a batch, policies, and axes that are given rather than searched.
+What verbs ask for together is here: a model, a cluster, a batch, policies, and axes that are not to be searched.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import typer
 
 from bitwright.cli.hardware_show import find_device
 from bitwright.cli.usage import UsageMistake
+from bitwright.comms.topology import Topology
+from bitwright.comms.topology_file import topology
 
 if TYPE_CHECKING:
     from bitwright.parallel.planner import PlanRequest
@@ -24,6 +26,12 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL", help="A folder (its config.json is enough), a hub id, demo, or a name such as llama-3-70b."
+    ),
+]
+ClusterFileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster-file", metavar="FILE", help="A topology file of your own, as `comm fit` writes.", show_default=False
     ),
 ]
 ClusterOption = Annotated[
@@ -42,7 +50,7 @@ HardwareOption = Annotated[
 
 
 def parallel_command(context: typer.Context) -> None:
-    """Divide a training step over a cluster: layouts, their memory and time, and what overlaps what."""
+    """Divide a model over a cluster: layouts of a training step, what overlaps what, and what serving takes."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -64,14 +72,11 @@ def read_request(
     Raises:
         UsageMistake: neither or both of the ways to name a cluster, or an unknown axis.
     """
-    from bitwright.comms.topology_file import topology
     from bitwright.models.shape import shape_of
     from bitwright.parallel.planner import PlanRequest
     from bitwright.training.policy import policy_named
 
-    if (cluster is None) == (cluster_file is None):
-        raise UsageMistake("name the cluster once: --cluster h100x8x16, or --cluster-file FILE.toml (FILE.tomlx8x16)")
-    found = topology(str(cluster_file or cluster))
+    found = read_topology(cluster, cluster_file)
     return PlanRequest(
         shape=shape_of(model),
         sequence=sequence,
@@ -82,6 +87,18 @@ def read_request(
         device=None if hardware_name is None else find_device(hardware_name),
         fixed=tuple(_axis(text) for text in fixed),
     )
+
+
+def read_topology(cluster: str | None, cluster_file: str | None) -> Topology:
+    """Return the cluster that one of two options names.
+
+    Raises:
+        UsageMistake: neither of them does, or both do.
+        CommsError, UnknownName: there is none of that name, or the file cannot be read.
+    """
+    if (cluster is None) == (cluster_file is None):
+        raise UsageMistake("name the cluster once: --cluster h100x8x16, or --cluster-file FILE.toml (FILE.tomlx8x16)")
+    return topology(str(cluster_file or cluster))
 
 
 def _axis(text: str) -> tuple[str, int]:

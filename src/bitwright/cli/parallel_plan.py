@@ -15,6 +15,7 @@ from rich.text import Text
 
 from bitwright.cli.output import write_json
 from bitwright.cli.parallel import (
+    ClusterFileOption,
     ClusterOption,
     GlobalBatchOption,
     HardwareOption,
@@ -34,10 +35,7 @@ if TYPE_CHECKING:
 def plan_command(
     model: ModelArgument,
     cluster: ClusterOption = None,
-    cluster_file: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="A topology file of your own, as `comm fit` writes.", show_default=False),
-    ] = None,
+    cluster_file: ClusterFileOption = None,
     policy: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A training policy; repeat it to compare. Default: bf16-mixed."),

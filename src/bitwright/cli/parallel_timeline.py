@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from bitwright.cli.parallel import (
+    ClusterFileOption,
     ClusterOption,
     GlobalBatchOption,
     HardwareOption,
@@ -20,7 +21,7 @@ from bitwright.cli.parallel import (
     read_request,
 )
 from bitwright.cli.table import new_console, print_rows
-from bitwright.cli.usage import UsageMistake
+from bitwright.cli.usage import UsageMistake, raise_if_there
 from bitwright.report.units import spell_bytes, spell_count, spell_seconds
 
 
@@ -30,9 +31,7 @@ def timeline_command(
         list[Path], typer.Option(metavar="FILE", help="trace.json (Perfetto, Chrome) or timeline.svg; repeat it.")
     ],
     cluster: ClusterOption = None,
-    cluster_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A topology file of your own.", show_default=False)
-    ] = None,
+    cluster_file: ClusterFileOption = None,
     policy: Annotated[str, typer.Option(metavar="NAME", help="A training policy.")] = "bf16-mixed",
     global_batch: GlobalBatchOption = None,
     seq: SequenceOption = 4096,
@@ -49,6 +48,7 @@ def timeline_command(
     for path in out:
         if path.suffix not in (".json", ".svg"):
             raise UsageMistake(f"--out is {str(path)!r}; it takes a file that ends in .json or .svg")
+        raise_if_there(path)
     from bitwright.parallel.planner import plan_layouts
     from bitwright.parallel.timeline import timeline
     from bitwright.parallel.trace_file import trace_text

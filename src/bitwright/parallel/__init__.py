@@ -14,8 +14,8 @@
     plan.candidates[0].layout, plan.candidates[0].time.parts         # predicted; `advice` says why, and what to change
 
 `efficiencies/` says what kernels reach on a device, `gemm_time` how long a product takes by its shape, `layer_time`
-a layer, `overlap` what hides behind what, `step_time` a step, `memory` what it takes, `serving_time` a token. None of
-these needs torch; everything is predicted.
+a layer, `overlap` what hides behind what, `step_time` a step, `memory` what it takes, `serving_time` a token,
+`serving_plan` what a cluster serves. None of these needs torch; everything is predicted.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from bitwright.parallel.layout import Layout
     from bitwright.parallel.memory import layout_memory
     from bitwright.parallel.planner import ParallelPlan, PlanRequest, plan_layouts
+    from bitwright.parallel.serving_plan import ServingPlan, ServingRequest, plan_serving
     from bitwright.parallel.serving_time import ServingJob, decode_time, largest_batch, prefill_time
     from bitwright.parallel.step_time import StepTime, step_time
     from bitwright.parallel.timeline import Timeline, timeline
@@ -42,6 +43,8 @@ __all__ = [
     "ParallelPlan",
     "PlanRequest",
     "ServingJob",
+    "ServingPlan",
+    "ServingRequest",
     "Software",
     "StepTime",
     "Timeline",
@@ -52,6 +55,7 @@ __all__ = [
     "largest_batch",
     "layout_memory",
     "plan_layouts",
+    "plan_serving",
     "prefill_time",
     "read_efficiency_file",
     "step_time",
@@ -65,6 +69,7 @@ _HOMES = {
     "layout": ("Layout",),
     "memory": ("layout_memory",),
     "planner": ("ParallelPlan", "PlanRequest", "plan_layouts"),
+    "serving_plan": ("ServingPlan", "ServingRequest", "plan_serving"),
     "serving_time": ("ServingJob", "decode_time", "largest_batch", "prefill_time"),
     "step_time": ("StepTime", "step_time"),
     "timeline": ("Timeline", "timeline"),

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from bitwright import formats
 from bitwright.errors import ParallelError
 from bitwright.hardware.device import Device
 from bitwright.hardware.memory import kv_cache_bytes, workspace_bytes
@@ -34,7 +35,7 @@ from bitwright.parallel.network import Network
 #: Kernels of a layer beside its four products: two norms with additions, rotation, cache, attention, gate.
 _OTHER_KERNELS = 6
 #: Share of memory that an engine fills.
-_MEMORY_SHARE = 0.9
+MEMORY_SHARE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +122,8 @@ def prefill_time(job: ServingJob) -> ServingTime:
     """Return the predicted time of reading `batch` prompts of `context` tokens."""
     shape, tokens = job.shape, job.batch * job.context
     weights, kernels = _products(job, tokens)
-    unit, _ = compute_format(job.device, "bf16" if job.compute.startswith("fp8") else job.compute)
+    # Products of codes leave attention in 16 bits.
+    unit, _ = compute_format(job.device, job.compute if _bits(job.compute) == 16 else "bf16")
     flops = 2 * shape.num_layers * shape.num_heads * shape.head_dim * job.batch * job.context**2 / job.tp
     rate = matmul_tflops(job.device, unit) * 1e12 * job.efficiency.attention_forward_share
     return _time(job, weights, flops / rate, kernels, tokens)
@@ -129,7 +131,7 @@ def prefill_time(job: ServingJob) -> ServingTime:
 
 def largest_batch(job: ServingJob) -> int:
     """Return how many sequences of `context` tokens fit beside the weights; 0 where the weights do not fit."""
-    free = job.device.memory_bytes * _MEMORY_SHARE - job.held_bytes - workspace_bytes(job.device.kind)
+    free = job.device.memory_bytes * MEMORY_SHARE - job.held_bytes - workspace_bytes(job.device.kind)
     return max(0, math.floor(free / job.cache_bytes))
 
 
@@ -155,8 +157,7 @@ def _products(job: ServingJob, rows: int) -> tuple[float, int]:
 
 
 def _product(job: ServingJob, m: int, n: int, k: int, count: int, bits: float) -> float:
-    own = 8.0 if job.compute.startswith("fp8") else 16.0
-    is_packed = bits < own
+    is_packed = bits < _bits(job.compute)
     time = gemm_time(
         job.device,
         job.efficiency,
@@ -168,6 +169,10 @@ def _product(job: ServingJob, m: int, n: int, k: int, count: int, bits: float) -
         w_bits=bits / job.packed_share if is_packed else bits,
     )
     return time.seconds - job.efficiency.launch_s
+
+
+def _bits(format: str) -> int:
+    return formats.FORMATS[format].bits
 
 
 def _time(job: ServingJob, weights: float, attention: float, kernels: int, rows: int) -> ServingTime:
