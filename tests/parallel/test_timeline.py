@@ -44,6 +44,35 @@ def test_a_lane_does_one_thing_at_a_time(make_job: MakeJob, layout: dict[str, ob
         assert all(b.start_s >= a.end_s - 1e-9 for a, b in itertools.pairwise(events))
 
 
+def test_a_pipeline_draws_what_its_passes_wait_for(make_job: MakeJob) -> None:
+    job = make_job(global_batch=32, dp=2, tp=2, pp=2, zero=1, is_sequence_parallel=True)
+    found, time = timeline(job), step_time(job)
+    lanes = {(event.stage, event.lane) for event in found.events}
+    assert {(stage, lane) for stage in (0, 1) for lane in ("compute", "tp", "dp", "pp")} <= lanes
+    # Every micro-batch's collectives of every layer, forward and backward, half of the layers on a stage.
+    waits = sum(event.duration_s for event in found.events if (event.stage, event.lane) == (0, "tp"))
+    layers = job.shape.num_layers / 2
+    assert waits == pytest.approx(16 * layers * (time.forward.tp + time.backward.tp))
+    # A stage does nothing else while it waits.
+    own = sorted((e for e in found.events if e.stage == 0 and e.lane in ("compute", "tp")), key=lambda e: e.start_s)
+    assert all(b.start_s >= a.end_s - 1e-9 for a, b in itertools.pairwise(own))
+
+
+def test_a_pipeline_passes_on_activations_and_gradients(make_job: MakeJob) -> None:
+    found = timeline(make_job(global_batch=32, dp=2, pp=4, zero=1))
+    sends = [event for event in found.events if event.lane == "pp"]
+    by_stage = {
+        (stage, word): sum(e.stage == stage and e.name.startswith(f"send {word}") for e in sends)
+        for stage in range(4)
+        for word in ("forward", "backward")
+    }
+    # 16 micro-batches; the last stage has nobody to pass activations to, the first nobody to pass gradients to.
+    assert by_stage == {
+        **{(stage, "forward"): 16 * (stage < 3) for stage in range(4)},
+        **{(stage, "backward"): 16 * (stage > 0) for stage in range(4)},
+    }
+
+
 def test_a_long_step_is_cut_and_says_so(make_job: MakeJob) -> None:
     found = timeline(make_job(global_batch=512, pp=4, dp=2))
     assert (found.drawn, found.num_micro_batches) == (32, 256)

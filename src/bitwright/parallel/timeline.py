@@ -3,7 +3,9 @@
 One process of the trace is one stage of the pipeline (all its GPUs run alike), with a lane for each stream:
 
     compute       passes of micro-batches; of a single stage layer by layer
-    tp, ep        collectives that compute waits for, after the passes that they are part of
+    tp, ep, cp    collectives that compute waits for, after what they are part of: of a pipeline those of all layers of
+                  a pass as one
+    pp            what a stage passes on: activations to the next one, their gradients to the one before
     dp            gathers and reductions, beside compute: prefetched layer by layer (FSDP), or in buckets
     optimizer     the update
 
@@ -18,7 +20,7 @@ from typing import Literal
 
 from bitwright.parallel.job import Job
 from bitwright.parallel.overlap import both_s, ddp_buckets
-from bitwright.parallel.pipeline_order import pass_times, stage_order
+from bitwright.parallel.pipeline_order import TimedPass, pass_times, stage_order
 from bitwright.parallel.step_time import StepTime, head_time_s, shard_parameters, step_time
 
 Category = Literal["forward", "backward", "head", "collective", "exposed", "optimizer"]
@@ -239,11 +241,25 @@ def _pipeline(job: Job, time: StepTime) -> list[Event]:
         word: Category = "backward" if entry.done.is_backward else "forward"
         chunk = f" chunk {entry.done.part // layout.pp}" if layout.interleave > 1 else ""
         name = f"{word} {entry.done.micro_batch}{chunk}"
-        events.append(_event(entry.stage, "compute", name, word, entry.start_s, entry.duration_s))
-        if entry.done.part < parts - 1 and not entry.done.is_backward:
+        events += _pass(time, entry, name, word, per_part[entry.done.part])
+        if entry.done.part != (0 if entry.done.is_backward else parts - 1):
             events.append(_event(entry.stage, "pp", f"send {name}", "collective", entry.end_s, hop))
         ends[entry.stage] = max(ends[entry.stage], entry.end_s)
     if layout.dp * layout.cp > 1:
         for stage in range(layout.pp):
             _buckets(job, time, stage, ends[stage], events)
+    return events
+
+
+def _pass(time: StepTime, entry: TimedPass, name: str, word: Category, layers: float) -> list[Event]:
+    """A pass of one micro-batch over the layers of a part: its work, then the collectives that it waits for."""
+    done = time.backward if entry.done.is_backward else time.forward
+    waits = [
+        (lane, layers * seconds) for lane, seconds in (("tp", done.tp), ("ep", done.ep), ("cp", done.cp)) if seconds
+    ]
+    now = entry.end_s - sum(seconds for _, seconds in waits)
+    events = [_event(entry.stage, "compute", name, word, entry.start_s, now - entry.start_s)]
+    for lane, seconds in waits:
+        events.append(_event(entry.stage, lane, f"{lane} of {name}", "exposed", now, seconds))
+        now += seconds
     return events
