@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from bitwright.models.sites import Site
 from bitwright.search.candidate import Candidate
 from bitwright.search.correct import PROBE_KL, Correction, Probe, choose_role_probes, fit_roles
+from bitwright.search.jumps import Jumps
 
 positive = st.floats(-6, 2).map(lambda exponent: 10.0**exponent)
 totals = st.lists(st.tuples(positive, positive), max_size=6)
+laws = st.one_of(st.just(0.0), positive).map(lambda c: Jumps(c=c))
 
 
 def site(name: str, role: str) -> Site:
@@ -37,22 +39,22 @@ def probe(role: str, predicted: float, measured: float) -> Probe:
     return Probe(role=role, what=role, scheme="int4_g32", predicted=predicted, measured=measured)
 
 
-def with_totals(points: list[tuple[float, float]]) -> Correction:
-    correction = Correction(role_factors={})
+def with_totals(points: list[tuple[float, float]], jumps: Jumps | None = None) -> Correction:
+    correction = Correction(role_factors={}, jumps=jumps if jumps is not None else Jumps())
     for site_sum, measured in points:
         correction = correction.with_total(site_sum, measured)
     return correction
 
 
-@given(totals, positive)
-def test_the_latest_total_is_met_exactly(points: list[tuple[float, float]], at: float) -> None:
-    correction = with_totals(points).with_total(at, 3 * at)
+@given(totals, positive, laws)
+def test_the_latest_total_is_met_exactly(points: list[tuple[float, float]], at: float, jumps: Jumps) -> None:
+    correction = with_totals(points, jumps).with_total(at, 3 * at)
     assert correction.total(at) == pytest.approx(3 * at, rel=1e-9)
 
 
-@given(totals, positive, positive)
-def test_totals_rise_and_have_an_inverse(points: list[tuple[float, float]], a: float, b: float) -> None:
-    correction = with_totals(points)
+@given(totals, positive, positive, laws)
+def test_totals_rise_and_have_an_inverse(points: list[tuple[float, float]], a: float, b: float, jumps: Jumps) -> None:
+    correction = with_totals(points, jumps)
     low, high = sorted((a, b))
     assert correction.total(low) <= correction.total(high) * (1 + 1e-9)
     assert correction.site_sum(correction.total(a)) == pytest.approx(a, rel=1e-6)
@@ -87,6 +89,17 @@ def test_factors_lie_between_the_probe_and_the_common_mean() -> None:
     assert factors["attn.q"] == pytest.approx(2 ** (-0.9174), rel=1e-3)
     assert factors["attn.v"] == pytest.approx(2**0.9174, rel=1e-3)
     assert fit_roles([probe("attn.q", 0.02, 0.03)]).role_factors["attn.q"] == pytest.approx(1.5)
+
+
+def test_where_experts_are_chosen_factors_are_those_of_smooth_parts() -> None:
+    """S + c √S with c = 0.1: two probes of S = 0.01 and 0.0001, both predicted at half of that."""
+    law = Jumps(c=0.1)
+    probes = [probe("attn.q", 0.005, 0.01 + 0.1 * 0.1), probe("attn.v", 0.00005, 0.0001 + 0.1 * 0.01)]
+    correction = fit_roles(probes, law)
+    assert correction.role_factors == {"attn.q": pytest.approx(2.0), "attn.v": pytest.approx(2.0)}
+    assert correction.part(correction.site("attn.q", 0.005)) == pytest.approx(0.02)
+    assert correction.total(0.0001) == pytest.approx(0.0011)
+    assert correction.with_total(0.0001, 0.0022).total(0.01) == pytest.approx(0.04)
 
 
 def test_probes_without_a_signal_are_left_out() -> None:

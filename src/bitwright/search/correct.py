@@ -11,6 +11,9 @@ and by another for many errors at once (they interact, and KL saturates). Both a
     site    corrected = factor_role · raw score
     plan    predicted = total(Σ corrected)
 
+Where a model chooses experts, a sum S of corrected sites costs S + c √S (`jumps.py`): factors are then those of the
+smooth parts of what was measured, and totals are interpolated over S + c √S instead of S.
+
 A role's probe takes the scheme whose predicted KL lies nearest to PROBE_KL: large enough to stand out of the text's
 noise, small enough for the second order to hold.
 """
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,6 +31,7 @@ from bitwright.models.value_sites import ValueSite
 from bitwright.plan import role_label
 from bitwright.quantize import SCHEMES
 from bitwright.search.candidate import Candidate
+from bitwright.search.jumps import Jumps
 from bitwright.search.score import Scores
 
 #: Predicted KL that a role's probe aims for, nats per token.
@@ -56,18 +60,26 @@ class Correction:
     role_factors: Mapping[str, float]
     #: Measured totals: (sum of corrected sites, measured KL), both rising; none means that sites simply add up.
     totals: tuple[tuple[float, float], ...] = ()
+    #: What errors cost beyond the second order.
+    jumps: Jumps = field(default_factory=Jumps)
 
     def site(self, role: str, raw: float) -> float:
-        """Predicted KL of one site alone, nats per token."""
+        """What one site adds to the sum of sites, nats per token."""
         return self.role_factors.get(role, 1.0) * raw
+
+    def part(self, site_sum: float) -> float:
+        """Predicted KL of one or a few sites that add up to `site_sum`: totals tell of whole assignments alone."""
+        return self.jumps.total(site_sum)
 
     def total(self, site_sum: float) -> float:
         """Predicted KL of an assignment whose sites add up to `site_sum`."""
-        return _interpolate(self.totals, site_sum)
+        points = tuple((self.jumps.total(known), measured) for known, measured in self.totals)
+        return _interpolate(points, self.jumps.total(site_sum))
 
     def site_sum(self, total: float) -> float:
         """The sum of sites at which the total is predicted: the inverse of `total`."""
-        return _interpolate(tuple((measured, total_sum) for total_sum, measured in self.totals), total)
+        points = tuple((measured, self.jumps.total(known)) for known, measured in self.totals)
+        return self.jumps.smooth(_interpolate(points, total))
 
     def with_total(self, site_sum: float, measured: float) -> Correction:
         """The same with one more measured total.
@@ -123,11 +135,14 @@ def choose_role_probes(
     return probes
 
 
-def fit_roles(probes: Sequence[Probe]) -> Correction:
+def fit_roles(probes: Sequence[Probe], jumps: Jumps | None = None) -> Correction:
     """Factors of all roles, each drawn towards the common mean by how much one probe can err."""
-    ratios = {p.role: math.log(p.measured / p.predicted) for p in probes if p.predicted > 0 and p.measured > 0}
+    jumps = jumps if jumps is not None else Jumps()
+    usable = [probe for probe in probes if probe.predicted > 0 and probe.measured > 0]
+    ratios = {probe.role: math.log(jumps.smooth(probe.measured) / probe.predicted) for probe in usable}
     if not ratios:
-        return Correction(role_factors={})
+        return Correction(role_factors={}, jumps=jumps)
     mean = sum(ratios.values()) / len(ratios)
     trust = _ROLE_SPREAD**2 / (_ROLE_SPREAD**2 + _PROBE_ERROR**2)
-    return Correction(role_factors={role: math.exp(mean + trust * (ratio - mean)) for role, ratio in ratios.items()})
+    factors = {role: math.exp(mean + trust * (ratio - mean)) for role, ratio in ratios.items()}
+    return Correction(role_factors=factors, jumps=jumps)

@@ -10,7 +10,8 @@ from bitwright.models import Site
 from bitwright.plan import Prediction
 from bitwright.quantize import SCHEMES
 from bitwright.search.candidate import Candidate
-from bitwright.search.correct import Probe, choose_role_probes, fit_roles, label_of
+from bitwright.search.correct import Correction, Probe, choose_role_probes, fit_roles, label_of
+from bitwright.search.jumps import fit_jumps
 from bitwright.search.learn import Learned
 from bitwright.search.measure import PREDICTED_BEFORE, Meter
 from bitwright.search.price import AS_LOADED, AnySite, Assignment
@@ -24,7 +25,7 @@ from bitwright.search.subject import Subject
 ROLE_PROBE_SEQUENCES = 8
 TOTAL_PROBE_SEQUENCES = 16
 #: Sums of predicted KLs near which whole assignments are measured, nats per token.
-TOTAL_PROBE_KLS = (0.3, 0.01)
+TOTAL_PROBE_KLS = (0.3, 0.01, 0.001)
 
 
 def probe(
@@ -65,33 +66,40 @@ def probe(
         )
         for p in probes
     ]
-    problem = build_problem(
+    problem = _corrected(subject, settings, learned, fit_roles(probes))
+    chosen = [problem.assignment(point) for point in _spread_over(problem.front(), TOTAL_PROBE_KLS)]
+    count = min(TOTAL_PROBE_SEQUENCES, num_sequences)
+    with progress.stage("probe the totals", count * len(chosen)) as stage:
+        totals = [(assignment, meter.kl(assignment, count, stage)) for assignment in chosen]
+    predictions += [
+        Prediction(
+            what=f"whole model at {subject.prices.effective_bits(assignment):.2f} bits",
+            predicted_kl=problem.site_sum(assignment),
+            measured_kl=measured,
+            kind="total",
+        )
+        for assignment, measured in totals
+    ]
+    if any(site.role == "router" for site in subject.sites):
+        plain = replace(problem, correction=Correction(role_factors={}))
+        pairs = [(p.predicted, p.measured) for p in probes] + [(plain.site_sum(a), kl) for a, kl in totals]
+        problem = _corrected(subject, settings, learned, fit_roles(probes, fit_jumps(pairs)))
+    correction = problem.correction
+    for assignment, measured in totals:
+        correction = correction.with_total(problem.site_sum(assignment), measured)
+    return replace(problem, correction=correction), tuple(predictions)
+
+
+def _corrected(subject: Subject, settings: Settings, learned: Learned, correction: Correction) -> Problem:
+    return build_problem(
         subject.prices,
         learned.scores,
-        fit_roles(probes),
+        correction,
         include_head=settings.include_head,
         ties=subject.choices.ties,
         shared=subject.choices.shared,
         overflows=learned.overflows,
     )
-    points = problem.front()
-    correction = problem.correction
-    chosen = _spread_over(points, TOTAL_PROBE_KLS)
-    count = min(TOTAL_PROBE_SEQUENCES, num_sequences)
-    with progress.stage("probe the totals", count * len(chosen)) as stage:
-        for point in chosen:
-            assignment = problem.assignment(point)
-            measured = meter.kl(assignment, count, stage)
-            predictions.append(
-                Prediction(
-                    what=f"whole model at {subject.prices.effective_bits(assignment):.2f} bits",
-                    predicted_kl=point.kl,
-                    measured_kl=measured,
-                    kind="total",
-                )
-            )
-            correction = correction.with_total(point.kl, measured)
-    return replace(problem, correction=correction), tuple(predictions)
 
 
 def measure_roles(problem: Problem, assignment: Assignment, meter: Meter, progress: Progress) -> tuple[Prediction, ...]:
@@ -111,7 +119,7 @@ def measure_roles(problem: Problem, assignment: Assignment, meter: Meter, progre
             predictions.append(
                 Prediction(
                     what=f"{role} as planned{PREDICTED_BEFORE if refined & chosen.keys() else ''}",
-                    predicted_kl=math.fsum(problem.site_kl(site, assignment[site.name]) for site in sites),
+                    predicted_kl=problem.correction.part(problem.site_sum(chosen)),
                     measured_kl=meter.kl(chosen, count, stage),
                     kind="plan_role",
                     role=role,

@@ -66,11 +66,14 @@ class Problem:
 
     def site_kl(self, site: AnySite, choice: Candidate) -> float:
         """Predicted KL of one site alone, nats per token."""
-        return 0.0 if choice == AS_LOADED else self.correction.site(label_of(site), self.scores[site.name][choice])
+        return self.correction.part(self._share(site, choice))
 
     def site_sum(self, assignment: Assignment) -> float:
-        """Sum of the sites' predicted KLs."""
-        return sum(self.site_kl(site, assignment[site.name]) for site in self.prices.all_sites)
+        """What the sites of an assignment add up to; those that it does not name stay as loaded."""
+        return sum(self._share(s, assignment[s.name]) for s in self.prices.all_sites if s.name in assignment)
+
+    def _share(self, site: AnySite, choice: Candidate) -> float:
+        return 0.0 if choice == AS_LOADED else self.correction.site(label_of(site), self.scores[site.name][choice])
 
     def total_kl(self, assignment: Assignment) -> float:
         """Predicted KL of a whole assignment, nats per token."""
