@@ -9,13 +9,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from bitwright.cli import main
 from bitwright.comms import collective_time, read_topology_file
-from bitwright.comms.bench import BenchSettings, parse_sizes
+from bitwright.comms.bench import BenchSettings
+from bitwright.comms.sizes import parse_sizes
 from bitwright.errors import CommsError, UnknownName
 
 ROOT = Path(__file__).parents[2]
@@ -23,13 +25,13 @@ MIB = 1 << 20
 COMMAND = "import sys; from bitwright.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
-def start(*arguments: list[str]) -> list[subprocess.Popen[str]]:
-    """One process for each list of arguments, as torchrun starts them."""
+def start(*arguments: list[str], ranks: Sequence[int] = (), world: int | None = None) -> list[subprocess.Popen[str]]:
+    """One process for each list of arguments, as torchrun starts them; ranks and how many there are may be others."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    environment |= {"WORLD_SIZE": str(len(arguments)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment |= {"WORLD_SIZE": str(world or len(arguments)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
         subprocess.Popen(
             [sys.executable, "-c", COMMAND, "comm", "bench", *own],
@@ -38,7 +40,7 @@ def start(*arguments: list[str]) -> list[subprocess.Popen[str]]:
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, own in enumerate(arguments)
+        for rank, own in zip(ranks or range(len(arguments)), arguments, strict=True)
     ]
 
 
@@ -66,7 +68,12 @@ def test_times_and_their_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "all_reduce by ring" in capsys.readouterr().err
     fitted = read_topology_file(topology)
     assert fitted.num_ranks == 2 and "mean error" in fitted.notes[0]
-    largest = max((r for r in told["rows"] if r["algorithm"] == "pairwise"), key=lambda row: row["num_bytes"])
+    # 5 sizes of each: the library's for what our ring does too.
+    assert {len(curve.residuals) for curve in fitted.levels[0].curves} == {5}
+    largest = max(
+        (r for r in told["rows"] if (r["op"], r["algorithm"]) == ("all_to_all", "library")),
+        key=lambda row: row["num_bytes"],
+    )
     predicted = collective_time("all_to_all", largest["num_bytes"], fitted, "pairwise").time_s
     # Within what a busy machine does to a few milliseconds.
     assert 0.2 < predicted / largest["time_s"] < 5
@@ -80,33 +87,91 @@ def test_ranks_that_were_asked_for_different_types_are_named() -> None:
 
 
 def test_nan_counts_as_wrong() -> None:
-    first, second = start(*[["--sizes", "64B", "--algorithm", "library", "--nan-rank", "1"]] * 2)
+    own = ["--sizes", "64B", "--algorithm", "library,ring", "--dtype", "fp32,int8", "--nan-rank", "1"]
+    first, second = start(own, own)
     code, out, _ = finish(first)
     assert code == 1
-    # One number of the sum, on both ranks.
-    assert out.splitlines()[-2].split()[-1] == "2"
-    assert "# 2 wrong numbers" in out
+    rows = [line.split() for line in out.splitlines() if line.split()[0] == "64"]
+    # One number of the sum on both ranks; under a scale all 64 of its block.
+    assert [(row[2], row[4], row[-1]) for row in rows] == [
+        ("fp32", "library", "2"),
+        ("fp32", "ring", "2"),
+        ("int8", "ring", "128"),
+    ]
+    assert "# 132 wrong numbers" in out
     assert finish(second)[0] == 0
 
 
+LONG = ["--sizes", "64B..64MiB", "--factor", "2", "--algorithm", "ring", "--timeout", "6"]
+
+
+def wait_for_a_row(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    while not process.stdout.readline().strip().startswith("64 "):
+        assert process.poll() is None
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("fate", "words"), [(signal.SIGSTOP, "no sign of life"), (signal.SIGKILL, "no sign of life")])
-def test_a_peer_that_hangs_or_dies_is_named_and_nobody_is_left(fate: signal.Signals, words: str) -> None:
-    own = ["--sizes", "64B..64MiB", "--factor", "2", "--algorithm", "ring", "--timeout", "6"]
-    first, second, third = start(own, own, own)
-    assert first.stdout is not None
-    for _ in range(4):  # the head, and a first row
-        first.stdout.readline()
-    second.send_signal(fate)
+@pytest.mark.parametrize("fate", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_peer_that_hangs_or_dies_is_named_and_nobody_is_left(victim: int, fate: signal.Signals) -> None:
+    processes = start(LONG, LONG, LONG)
+    wait_for_a_row(processes[0])
+    processes[victim].send_signal(fate)
     begun = time.monotonic()
-    codes = {}
-    for name, process in (("first", first), ("third", third)):
-        codes[name], _, err = finish(process)
-        assert f"rank 1 gave {words}" in err
-    assert codes == {"first": 2, "third": 2}
-    assert time.monotonic() - begun < 30
-    second.send_signal(signal.SIGKILL)
-    assert finish(second)[0] == -signal.SIGKILL
+    words = f"rank {victim} gave no sign of life" if victim else "rank 0, which keeps the store, does not answer"
+    for rank, process in enumerate(processes):
+        if rank != victim:
+            code, _, err = finish(process)
+            assert code == 2
+            assert words in err
+    assert time.monotonic() - begun < 60
+    processes[victim].send_signal(signal.SIGKILL)
+    assert finish(processes[victim])[0] == -signal.SIGKILL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [((0, 1), "rank 2 did not come within 12 s to start"), ((1, 2), "rank 0 does not answer at 127.0.0.1")],
+)
+def test_a_rank_that_does_not_come_is_named(there: tuple[int, int], words: str) -> None:
+    own = ["--sizes", "64B", "--timeout", "12"]
+    for process in start(own, own, ranks=there, world=3):
+        code, _, err = finish(process)
+        assert code == 2
+        assert words in err
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_rank_that_dies_ends_all(tmp_path: Path) -> None:
+    """The store is kept by torchrun's agent there, and it is the agent that sees who has died."""
+    script = tmp_path / "bitwright"
+    script.write_text(f"#!{sys.executable}\n{COMMAND}\n", encoding="utf-8")
+    script.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    agent = subprocess.Popen(
+        [*torchrun, str(script), "comm", "bench", *LONG],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_a_row(agent)
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text(encoding="ascii").split()
+    ranks = {rank_of(int(child)): int(child) for child in children}
+    os.kill(ranks["1"], signal.SIGKILL)
+    code, _, err = finish(agent)
+    assert code == 1
+    assert "rank      : 1" in err and "Signal 9" in err
+    assert not [child for child in ranks.values() if Path(f"/proc/{child}").exists()]
+
+
+def rank_of(process: int) -> str:
+    """RANK in a process's environment; "" where it has none."""
+    written = Path(f"/proc/{process}/environ").read_text(encoding="utf-8", errors="replace").split("\0")
+    return next((line.partition("=")[2] for line in written if line.startswith("RANK=")), "")
 
 
 def test_without_torchrun_the_way_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,16 +199,88 @@ def test_sizes_are_spelled() -> None:
             parse_sizes(text)
 
 
-def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(CommsError, match="'pairwise' does no all_reduce"):
-        BenchSettings(ops=("all_reduce",), sizes=(8,), dtypes=("fp32",), algorithms=("pairwise",))
-    settings = BenchSettings(
-        ops=("all_reduce", "all_to_all"), sizes=(8,), dtypes=("fp8_e4m3",), algorithms=("library", "ring", "pairwise")
-    )
-    assert [job[:3] for job in settings.jobs()] == [
+def settings(ops: str, dtypes: str, algorithms: str = "", **more: int) -> BenchSettings:
+    names = [tuple(text.split(",")) if text else () for text in (ops, dtypes, algorithms)]
+    return BenchSettings(ops=names[0], sizes=(8,), dtypes=names[1], algorithms=names[2], **more)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("all_reduce", "fp32", "pairwise"), "'pairwise' does no all_reduce"),
+        # With several collectives too.
+        (("all_reduce,all_to_all", "fp32", "rnig"), "unknown algorithm 'rnig'; did you mean 'ring'"),
+        (("all_reduce,broadcast", "fp32", "ring,pairwise"), "'pairwise' does no all_reduce or broadcast"),
+        (
+            ("all_reduce", "fp8_e4m3", "library"),
+            "nothing to measure: all_reduce in fp8_e4m3 by library: the backend's own",
+        ),
+        (("all_reduce", "fp32", "hierarchical"), "how many ranks each has"),
+    ],
+)
+def test_what_cannot_run_is_refused(asked: tuple[str, str, str], words: str) -> None:
+    with pytest.raises((CommsError, UnknownName), match=words):
+        settings(*asked)
+
+
+def test_nodes_that_nobody_asks_for_are_refused() -> None:
+    with pytest.raises(CommsError, match="2 ranks a node change nothing"):
+        settings("all_reduce", "fp32", "ring", ranks_per_node=2)
+
+
+def test_what_does_not_go_together_is_told_with_its_reason() -> None:
+    found = settings("all_reduce,all_to_all", "fp8_e4m3,fp32", "library,ring,pairwise")
+    assert found.groups() == (
         ("all_reduce", "fp8_e4m3", "ring"),
+        ("all_reduce", "fp32", "library"),
+        ("all_reduce", "fp32", "ring"),
         ("all_to_all", "fp8_e4m3", "pairwise"),
+        ("all_to_all", "fp32", "library"),
+        ("all_to_all", "fp32", "pairwise"),
+    )
+    told = {item.what: item.reason for item in found.left_out()}
+    # 2 collectives × 2 types × 3 algorithms
+    assert len(found.groups()) + len(told) == 12
+    assert "know fp32, bf16, fp16 only" in told["all_to_all in fp8_e4m3 by library"]
+    assert told["all_reduce in fp32 by pairwise"] == "'pairwise' does no all_reduce"
+
+
+def test_types_that_the_backend_does_not_add_travel_by_a_schedule_and_that_is_told() -> None:
+    found = settings("all_reduce,all_to_all", "bf16,fp8_e4m3")
+    assert [group[1:] for group in found.groups()] == [
+        ("bf16", "library"),
+        ("fp8_e4m3", "ring"),
+        ("bf16", "library"),
+        ("fp8_e4m3", "pairwise"),
     ]
+    assert [item.reason.split("; ")[1] for item in found.left_out()] == [
+        "measured by ring instead",
+        "measured by pairwise instead",
+    ]
+
+
+def test_sizes_that_are_too_small_are_told_and_nothing_measured_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    own = ["--op", "all_gather", "--sizes", "4B,64B", "--dtype", "fp32,fp8_e4m3", "--out", str(file)]
+    first, second = start(own, own)
+    code, out, err = finish(first)
+    assert (code, finish(second)[0]) == (0, 0), err
+    told = json.loads(file.read_text(encoding="utf-8"))
+    # 4 bytes are one number of fp32, and four of fp8.
+    assert [(row["dtype"], row["num_bytes"], row["algorithm"]) for row in told["rows"]] == [
+        ("fp32", 64, "library"),
+        ("fp8_e4m3", 4, "ring"),
+        ("fp8_e4m3", 64, "ring"),
+    ]
+    assert {row["num_wrong"] for row in told["rows"]} == {0}
+    lines = [line for line in out.splitlines() if line.startswith("# left out: ")]
+    assert lines == [f"# left out: {item['what']}: {item['reason']}" for item in told["left_out"]]
+    assert "all_gather in fp32 by library, 4 bytes: they do not make a number for each of 2 ranks" in lines[1]
+    small = ["--op", "all_gather", "--sizes", "4B"]
+    first, second = start(small, small)
+    code, _, err = finish(first)
+    assert (code, finish(second)[0]) == (2, 2)
+    assert "nothing was measured: all_gather in fp32 by library, 4 bytes" in err
 
 
 @pytest.mark.parametrize(
@@ -160,8 +297,71 @@ def test_a_file_that_bench_did_not_write_is_refused(
 
 
 def test_wrong_numbers_are_not_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"op": "all_reduce", "algorithm": "ring", "num_ranks": 2, "num_bytes": 8, "time_s": 1.0, "num_wrong": 1}
+    row = {
+        "op": "all_reduce",
+        "dtype": "fp32",
+        "algorithm": "ring",
+        "num_ranks": 2,
+        "num_bytes": 8,
+        "time_s": 1.0,
+        "num_wrong": 1,
+    }
     path = tmp_path / "bench.json"
     path.write_text(json.dumps({"num_ranks": 2, "backend": "gloo", "rows": [row]}), encoding="utf-8")
     assert main(["comm", "fit", str(path)]) == 2
     assert "has 1 wrong numbers" in capsys.readouterr().err
+
+
+def bench_file(folder: Path, name: str, **rows: float) -> Path:
+    """Times of four sizes by algorithm_dtype: so many seconds a byte, and 10 µs."""
+    told = [
+        {"op": "all_reduce", "dtype": dtype, "algorithm": algorithm, "num_ranks": 4, "num_bytes": size}
+        | {"time_s": 1e-5 + size * rate, "num_wrong": 0}
+        for spelled, rate in rows.items()
+        for algorithm, dtype in [spelled.split("__")]
+        for size in (1 << 10, 1 << 14, 1 << 18, 1 << 22)
+    ]
+    path = folder / name
+    path.write_text(json.dumps({"num_ranks": 4, "backend": "gloo", "rows": told}), encoding="utf-8")
+    return path
+
+
+def test_one_type_of_numbers_makes_a_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = bench_file(tmp_path, "both.json", ring__fp32=1e-9, ring__bf16=4e-9)
+    assert main(["comm", "fit", str(path)]) == 2
+    assert "times of fp32 and bf16 do not make one curve; choose one: --dtype fp32" in capsys.readouterr().err
+    rates = {}
+    for dtype in ("fp32", "bf16"):
+        out = tmp_path / f"{dtype}.toml"
+        assert main(["comm", "fit", str(path), "--dtype", dtype, "--out", str(out)]) == 0
+        fitted = read_topology_file(out)
+        assert f"4 measured times of {dtype}" in fitted.notes[0]
+        rates[dtype] = fitted.levels[0].curves[0].ceiling_gb_per_s
+    # A ring of 4 sends 1.5 bytes for each.
+    assert rates == {"fp32": pytest.approx(1.5, rel=0.1), "bf16": pytest.approx(0.375, rel=0.1)}
+    assert main(["comm", "fit", str(path), "--dtype", "fp16"]) == 2
+    assert "has no times of fp16; measured in all files: fp32, bf16" in capsys.readouterr().err
+
+
+def test_what_the_fit_leaves_unexplained_stands_in_the_file(tmp_path: Path) -> None:
+    path = bench_file(tmp_path, "bench.json", ring__fp32=1e-9, two_shot__fp32=2e-9)
+    out = tmp_path / "here.toml"
+    assert main(["comm", "fit", str(path), "--out", str(out)]) == 0
+    fitted = read_topology_file(out)
+    for curve in fitted.levels[0].curves:
+        assert [size for size, _ in curve.residuals] == [1 << 10, 1 << 14, 1 << 18, 1 << 22]
+        for size, error in curve.residuals:
+            truth = 1e-5 + size * {"ring": 1e-9, "two_shot": 2e-9}[curve.algorithm]
+            assert collective_time("all_reduce", size, fitted, curve.algorithm).time_s == pytest.approx(
+                truth * (1 + error), rel=1e-3
+            )
+
+
+def test_two_levels_in_one_time_are_left_out_of_the_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = bench_file(tmp_path, "bench.json", ring__fp32=1e-9, hierarchical__fp32=2e-9)
+    out = tmp_path / "here.toml"
+    assert main(["comm", "fit", str(path), "--out", str(out)]) == 0
+    assert "hierarchical crosses two levels" in capsys.readouterr().err
+    fitted = read_topology_file(out)
+    assert [curve.algorithm for curve in fitted.levels[0].curves] == ["ring"]
+    assert "left out" in fitted.notes[1]

@@ -8,7 +8,8 @@ or takes longer than the timeout, the others read there
     behind             it lives, and is still before a step that others have reached
 
 and the error names the rank and the step. The store is a connection of its own, so that it works while the backend
-hangs. What ranks have been asked to do is compared before the first message: mismatched types make backends hang, or
+hangs; if it does not answer itself, whoever keeps it is named: torchrun, or rank 0 where somebody else started the
+ranks. What ranks have been asked to do is compared before the first message: mismatched types make backends hang, or
 worse, add up bytes of one type as another.
 """
 
@@ -53,10 +54,15 @@ class Peers:
         self.device = _device(backend)
         self._step = 0
         self._is_closed = threading.Event()
+        self._keeper = "torchrun" if _is_kept_by_torchrun() else "rank 0"
         self._store = self._connect()
         self._thread = threading.Thread(target=self._beat, args=(self._connect(is_first=False),), daemon=True)
-        self._say("here", 0)
-        self._raise_if_missing("here/0", "to start")
+        self._guarded("joining", lambda: self._store.set(f"here/{self.rank}", ""))
+        try:
+            self._raise_if_missing("here", "to start")
+        except CommsError:
+            self.abandon()
+            raise
         self._thread.start()
         self._guarded("joining", lambda: self._join(backend))
 
@@ -77,11 +83,13 @@ class Peers:
         Raises:
             CommsError: the first difference, with both ranks and both values.
         """
-        self._store.set(f"asked/{self.rank}", json.dumps(asked))
+        self._guarded("comparing", lambda: self._store.set(f"asked/{self.rank}", json.dumps(asked)))
         self._raise_if_missing("asked", "to say what it was asked for")
-        first = json.loads(self._store.get("asked/0"))
-        for rank in range(1, self.size):
-            other = json.loads(self._store.get(f"asked/{rank}"))
+        all_asked: list[dict[str, object]] = []
+        keys = [f"asked/{rank}" for rank in range(self.size)]
+        self._guarded("comparing", lambda: all_asked.extend(json.loads(self._store.get(key)) for key in keys))
+        first = all_asked[0]
+        for rank, other in enumerate(all_asked):
             for name, value in first.items():
                 if other.get(name) != value:
                     raise CommsError(
@@ -96,8 +104,12 @@ class Peers:
             CommsError: it failed or took longer than the timeout; the rank that is gone or behind is named.
         """
         self._step += 1
-        self._say("at", self._step)
-        self._guarded(what, work)
+
+        def say_and_work() -> None:
+            self._store.set(f"at/{self.rank}", str(self._step))
+            work()
+
+        self._guarded(what, say_and_work)
 
     def close(self) -> None:
         """Leave the group, once all are through."""
@@ -108,48 +120,58 @@ class Peers:
 
     def abandon(self) -> None:
         """Leave after an error; the rank that keeps the store stays until the others have read who failed."""
-        deadline = time.monotonic() + 2 * _GONE_AFTER_S + 1
+        _within(2 * _GONE_AFTER_S + 1, self._wait_for_the_others)
+
+    def _wait_for_the_others(self) -> None:
         try:
             self._store.set(f"left/{self.rank}", "")
-            others = [rank for rank in range(self.size) if rank != self.rank] if self.rank == 0 else []
-            while others and time.monotonic() < deadline:
-                others = [rank for rank in others if not self._store.check([f"left/{rank}"])]
+            others = list(range(1, self.size)) if self.rank == 0 and self._keeper == "rank 0" else []
+            while others:
+                others = [
+                    r for r in others if self._store.check([f"here/{r}"]) and not self._store.check([f"left/{r}"])
+                ]
                 time.sleep(0.05)
-        except (RuntimeError, dist.DistError):
+        except RuntimeError:
             return
 
     def _connect(self, *, is_first: bool = True) -> TCPStore:
-        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
             return TCPStore(
                 os.environ["MASTER_ADDR"],
                 int(os.environ["MASTER_PORT"]),
                 self.size,
-                is_master=self.rank == 0 and is_first and not is_agents,
+                is_master=self.rank == 0 and is_first and not _is_kept_by_torchrun(),
                 timeout=timedelta(seconds=self.timeout_s),
                 wait_for_workers=False,
                 multi_tenant=True,
             )
-        except (RuntimeError, dist.DistError) as error:
+        except RuntimeError as error:
             raise CommsError(
-                f"rank 0 does not answer at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within "
+                f"{self._keeper} does not answer at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within "
                 f"{self.timeout_s:g} s ({_first_line(error)}); start it, or open that port"
             ) from error
-
-    def _say(self, what: str, step: int) -> None:
-        self._store.set(f"{what}/{step}/{self.rank}" if what == "here" else f"{what}/{self.rank}", str(step))
 
     def _raise_if_missing(self, what: str, purpose: str) -> None:
         deadline = time.monotonic() + self.timeout_s
         missing = list(range(self.size))
-        while missing and time.monotonic() < deadline:
-            missing = [rank for rank in missing if not self._store.check([f"{what}/{rank}"])]
+        verdict = [b""]
+
+        def look() -> None:
+            # Whoever was here first gives up first, and the others with it.
+            if self._store.check([f"{what}/missing"]):
+                verdict[0] = self._store.get(f"{what}/missing")
+            missing[:] = [rank for rank in missing if not self._store.check([f"{what}/{rank}"])]
+
+        while missing and not verdict[0] and time.monotonic() < deadline:
+            self._guarded(f"waiting for the others {purpose}", look)
             time.sleep(0.02 if missing else 0)
         if missing:
-            raise CommsError(
+            sentence = verdict[0].decode() or (
                 f"{_ranks(missing)} did not come within {self.timeout_s:g} s {purpose}; see what it printed, or give "
                 "it a longer --timeout"
             )
+            self._guarded("giving up", lambda: self._store.set(f"{what}/missing", sentence))
+            raise CommsError(sentence)
 
     def _beat(self, store: TCPStore) -> None:
         count = 0
@@ -157,32 +179,43 @@ class Peers:
             count += 1
             try:
                 store.set(f"beat/{self.rank}", str(count))
-            except (RuntimeError, dist.DistError):
+            except RuntimeError:
                 return
 
     def _guarded(self, what: str, work: Callable[[], object]) -> None:
         started = time.monotonic()
         try:
             work()
-        except (RuntimeError, dist.DistError) as error:
+        except RuntimeError as error:
             found = self._find_culprit(time.monotonic() - started)
             raise CommsError(f"{what}: {found}; see what that rank printed ({_first_line(error)})") from error
 
     def _find_culprit(self, waited_s: float) -> str:
+        found: list[str] = []
+        _within(2 * _GONE_AFTER_S + 1, lambda: found.append(self._read_culprit(waited_s)))
+        return found[0] if found else self._keeper_is_gone(waited_s)
+
+    def _read_culprit(self, waited_s: float) -> str:
         try:
             before = self._beats()
             time.sleep(_GONE_AFTER_S)
             after = self._beats()
             silent = [rank for rank in range(self.size) if before[rank] == after[rank] and rank != self.rank]
-            at = {rank: int(self._store.get(f"at/{rank}")) for rank in range(self.size) if rank not in silent}
-        except (RuntimeError, dist.DistError):
-            return f"rank 0, which keeps the store, is gone after {waited_s:.0f} s"
+            at = {rank: self._step_of(rank) for rank in range(self.size) if rank not in silent}
+        except RuntimeError:
+            return self._keeper_is_gone(waited_s)
         if silent:
             return f"{_ranks(silent)} gave no sign of life for {_GONE_AFTER_S:g} s (ended, or stopped)"
         behind = [rank for rank, step in at.items() if step < self._step]
         if behind:
             return f"{_ranks(behind)} lives but has not come to this step within {waited_s:.0f} s"
         return f"all ranks live and are here, and the backend failed after {waited_s:.0f} s"
+
+    def _keeper_is_gone(self, waited_s: float) -> str:
+        return f"{self._keeper}, which keeps the store, does not answer after {waited_s:.0f} s (ended, or stopped)"
+
+    def _step_of(self, rank: int) -> int:
+        return int(self._store.get(f"at/{rank}")) if self._store.check([f"at/{rank}"]) else 0
 
     def _beats(self) -> list[bytes]:
         keys = [f"beat/{rank}" for rank in range(self.size)]
@@ -203,6 +236,17 @@ def _device(backend: str) -> torch.device:
     local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     torch.cuda.set_device(local)
     return local
+
+
+def _is_kept_by_torchrun() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _within(seconds: float, work: Callable[[], object]) -> None:
+    """Do something that may wait for ever, and wait so long for it."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _ranks(ranks: list[int]) -> str:
