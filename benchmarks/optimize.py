@@ -90,10 +90,10 @@ def timed(cache: str, budget: dict[str, float], schemes: list[str] | None) -> di
     }
 
 
-#: What one further scheme is added to, and one of each kind: rounded to nearest alone, and with error feedback too;
-#: and the share of planning that each may cost.
+#: What one further scheme is added to, and one of each kind: rounded to nearest alone (as what has no scales is), and
+#: with error feedback too; and the share of planning that each may cost.
 _FEW_SCHEMES = ("int4_g128", "int4_g64", "int8_w", "bf16")
-_FURTHER = {"round_to_nearest": ("fp8_w", 0.10), "error_feedback": ("int3_g64", 0.25)}
+_FURTHER = {"round_to_nearest": ("fp16", 0.10), "error_feedback": ("int3_g64", 0.25)}
 _TIMES = ("planning_s", "planning_processor_s", "wall_s")
 
 
