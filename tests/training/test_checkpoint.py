@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from training_runs import new_run, random_rows, take_steps
 
-from bitwright.errors import DataError, TrainingError
+from bitwright.errors import CommsError, DataError, TrainingError
 from bitwright.training.checkpoints import checkpoint_files
 from bitwright.training.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.training.checkpoints.checkpoint_checks import raise_if_other_policy
@@ -284,6 +284,40 @@ def test_other_data_or_products_leave_everything_as_it_is(
     with pytest.raises(TrainingError, match="of another schedule"):
         load_checkpoint(saved, run, data=data)
     assert everything(run, data) == before
+
+
+class Owing:
+    """An exchange of gradients that owes something of one parameter."""
+
+    def __init__(self, owed: float, wire: str = "int8") -> None:
+        self.wire, self.owed = wire, torch.tensor([owed])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"wire": self.wire, "owed": {"model.layers.0.weight": self.owed}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["wire"] != self.wire:
+            raise CommsError(f"kept under {state['wire']}")
+        self.owed = state["owed"]["model.layers.0.weight"]
+
+
+def test_what_is_owed_of_gradients_comes_back(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run, data = new_run(make_tiny_model, "bf16-mixed"), Batches(random_rows(), batch=2)
+    saved = save_checkpoint(tmp_path / "saved", run, step=0, data=data, exchange=Owing(0.25))
+    again = Owing(7.0)
+    load_checkpoint(saved, run, data=data, exchange=again)
+    assert again.owed.tolist() == [0.25]
+    take_steps(run, data, 1)
+    before, other = everything(run, data), Owing(7.0, wire="fp16")
+    with pytest.raises(CommsError, match="kept under int8"):
+        load_checkpoint(saved, run, data=data, exchange=other)
+    assert (everything(run, data), other.owed.tolist()) == (before, [7.0])
+    # Of other processes' gradients nothing is owed here.
+    say(saved, world_size=2)
+    alone = Owing(7.0)
+    notes = load_checkpoint(saved, run, data=data, exchange=alone, allow_other_world_size=True).notes
+    assert "is dropped" in notes[1]
+    assert alone.owed.tolist() == [7.0]
 
 
 class OtherRankFails(Ranks):

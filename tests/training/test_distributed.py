@@ -76,6 +76,13 @@ every_steps = 2
 """
 
 
+COMMUNICATION = """
+[communication]
+wire = "fp8_e4m3"
+error_feedback = true
+"""
+
+
 @pytest.fixture(scope="module")
 def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Conversations of different lengths, so that ranks have different numbers of tokens."""
@@ -95,6 +102,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, make_tiny_folder: Callable[
     facts = {"model": make_tiny_folder("llama"), "text": talks, "batch": 2}
     for parallel in PARALLEL:
         (folder / f"{parallel}.toml").write_text(CONFIG.format(out=folder / parallel, parallel=parallel, **facts))
+    on_the_wire = CONFIG.format(out=folder / "wire", parallel="ddp", **facts) + COMMUNICATION
+    (folder / "wire.toml").write_text(on_the_wire)
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
@@ -206,6 +215,26 @@ def test_the_trainer_on_two_processes_is_that_on_one(
     own = {"rank-0.safetensors", "rank-1.safetensors"}
     parts = [f"{name}{rank}.safetensors" for name in ("model", "optimizer", "run") for rank in RANK_FILES[parallel]]
     assert saved == own | set(parts)
+
+
+def test_gradients_travel_in_the_format_that_is_asked_for(folder: Path) -> None:
+    """The run learns as it does without, and each rank saves what it owes of every trained parameter."""
+    here, there = (
+        [line for line in read_metrics(folder / name / "metrics.jsonl") if line["kind"] == "step"]
+        for name in ("wire", "ddp")
+    )
+    assert here[0]["loss"] == there[0]["loss"]
+    assert [line["loss"] for line in here] == pytest.approx([line["loss"] for line in there], rel=0.01)
+    assert here[1]["loss"] != there[1]["loss"]
+    place = folder / "wire" / "checkpoints" / "step-000004"
+    trained = safetensors.torch.load_file(place / "model.safetensors")
+    for rank in range(2):
+        assert "fp8_e4m3" in (place / f"rank-{rank}.json").read_text()
+        owed = [
+            v for v in safetensors.torch.load_file(place / f"rank-{rank}.safetensors").values() if v.is_floating_point()
+        ]
+        assert sum(value.numel() for value in owed) == sum(value.numel() for value in trained.values())
+        assert any(value.any() for value in owed)
 
 
 def test_a_checkpoint_of_two_processes_is_told_from_one_of_one(folder: Path) -> None:

@@ -55,6 +55,11 @@ def test_options_of_the_optimizer_are_its_own() -> None:
         (changed("[data]", "[schedule]\nwarmup_steps = 10\n[data]"), "warmup_steps is 10, and the whole run has 10"),
         (changed('"docs"', '"docs"\nvalidation = "docs"'), "a loss on text that was trained on proves nothing"),
         (changed("steps = 10", "steps ="), "is no TOML"),
+        (changed("[data]", "[communication]\nwires = 'bf16'\n[data]"), "'communication.wire' is missing; add it"),
+        (
+            changed("[data]", "parallel = 'fsdp2'\n[communication]\nwire = 'bf16'\n[data]"),
+            "communication.wire is 'bf16', and parallel = \"fsdp2\" reduces gradients in a format of its own",
+        ),
         (changed("steps = 10", "steps = 10\nparallel = 'zero'"), "'parallel' is 'zero' but should be 'ddp' or 'fsdp2'"),
     ],
 )
@@ -63,6 +68,13 @@ def test_what_is_wrong_is_named(text: str, message: str) -> None:
         parse_config(text, "a.toml")
     assert message in str(caught.value)
     assert "'a.toml'" in str(caught.value)
+
+
+def test_how_gradients_travel_decides_a_run() -> None:
+    plain = parse_config(LEAST, "a.toml")
+    rounded = parse_config(changed("[data]", "[communication]\nwire = 'int8'\n[data]"), "a.toml")
+    assert plain.communication is None and "communication" not in plain.decisive
+    assert rounded.decisive["communication"] == {"wire": "int8", "error_feedback": False}
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from bitwright.errors import BitwrightError, TrainingError
 from bitwright.training.data.batches import as_batch
 from bitwright.training.data.loss_weights import loss_weights
 from bitwright.training.data.token_rows import IGNORED, TokenRows
-from bitwright.training.fine_tuning.config import LoraConfig, TrainConfig, parse_config
+from bitwright.training.fine_tuning.config import CommunicationConfig, LoraConfig, TrainConfig, parse_config
 from bitwright.training.fine_tuning.metrics_file import MetricsFile, read_metrics
+from bitwright.training.fine_tuning.train_setup import set_up
 from bitwright.training.fine_tuning.trainer import train
 from bitwright.training.fine_tuning.training_progress import Unwatched
 from bitwright.training.fine_tuning.validation import measure_validation_loss
@@ -227,6 +228,7 @@ def test_metrics_survive_a_line_that_was_cut_off(tmp_path: Path) -> None:
             "policy 'bf16-mixed' keeps what it trains in fp32.*adapters = \"fp32\"",
         ),
         ({"policy": "fp8-hybird"}, "unknown policy 'fp8-hybird'; did you mean 'fp8-hybrid'"),
+        ({"communication": CommunicationConfig(wire="int4")}, "format 'int4' does not travel"),
         ({"device": "cuda"}, "device is 'cuda', and torch sees no GPU here"),
         ({"model": "demo-encoder"}, "predicts no tokens"),
     ],
@@ -241,6 +243,14 @@ def test_what_cannot_be_is_refused(
     with pytest.raises(BitwrightError, match=message):
         train(make_config().model_copy(update=top))
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_format_that_no_gradient_travels_in_is_told(make_config: Callable[..., TrainConfig]) -> None:
+    asked = make_config(steps=1).model_copy(update={"communication": CommunicationConfig(wire="int8")})
+    assert "communication.wire is 'int8', and one process sends no gradients" in train(asked).notes
+    narrow = asked.model_copy(update={"policy": "bf16-pure-sr"})
+    with pytest.raises(TrainingError, match="'bf16-pure-sr' exchanges gradients in fp32 when the backward pass is over"):
+        set_up(narrow, Ranks(world_size=2), torch.device("cpu"))
 
 
 def test_a_sequence_longer_than_the_model_is_refused(make_config: Callable[..., TrainConfig]) -> None:

@@ -3,7 +3,8 @@
     FOLDER/checkpoint.json           what it is: policy, step, number of processes, versions, sha256 of every file
     FOLDER/model.safetensors         the model's parameters and buffers, under their own names
     FOLDER/optimizer.*, run.*        moments and step counters; loss scale, amax histories, compensation, counters
-    FOLDER/rank-0.*                  what each process has of its own: generators, position in the data
+    FOLDER/rank-0.*                  what each process has of its own: generators, position in the data, and what it
+                                     owes of gradients that were rounded on the wire
 
 A state is a pair of files, tensors as safetensors and the rest as JSON (`checkpoint_files.py`); nothing is pickled. The
 folder is assembled beside its place, flushed and renamed, so it is there whole or not at all. Where parameters lie in
@@ -77,7 +78,7 @@ class Resumable(Protocol):
 
 
 class Positioned(Protocol):
-    """What hands out batches, and knows where it stands (`batches.py`)."""
+    """What knows where it stands: what hands out batches (`batches.py`), what carries gradients (`comms/hooks.py`)."""
 
     def state_dict(self) -> dict[str, Any]:
         """Where it stands."""
@@ -103,6 +104,7 @@ def save_checkpoint(
     *,
     step: int,
     data: Positioned | None = None,
+    exchange: Positioned | None = None,
     extra: Mapping[str, Any] | None = None,
     ranks: Ranks | None = None,
 ) -> Path:
@@ -113,6 +115,7 @@ def save_checkpoint(
         run: what is saved, between two steps.
         step: how many steps were taken; only told back.
         data: its position is saved with it.
+        exchange: of gradients, where they are rounded on their way (`comms.register`); what it owes is saved too.
         extra: further plain values, told back.
         ranks: by default those of the process group.
 
@@ -123,7 +126,11 @@ def save_checkpoint(
     target = Path(os.path.realpath(folder))
     _raise_if_not_replaceable(target)
     model = unwrapped(run.model)
-    own = {"random": read_random_state(), "data": None if data is None else data.state_dict()}
+    own = {
+        "random": read_random_state(),
+        "data": None if data is None else data.state_dict(),
+        "exchange": None if exchange is None else exchange.state_dict(),
+    }
     states = {"model": model.state_dict(), "optimizer": run.optimizer.state_dict(), "run": run.state_dict()}
     in_pieces = is_sharded(model)
     parts = {f"{name}.rank-{ranks.rank}" if in_pieces else name: state for name, state in states.items()}
@@ -153,6 +160,7 @@ def load_checkpoint(
     run: Resumable,
     *,
     data: Positioned | None = None,
+    exchange: Positioned | None = None,
     ranks: Ranks | None = None,
     allow_other_world_size: bool = False,
 ) -> Resumed:
@@ -162,6 +170,7 @@ def load_checkpoint(
         folder: what `save_checkpoint` wrote.
         run: of the same model, optimizer and policy.
         data: of the same text; its position is set.
+        exchange: of gradients, in the same format; what it owes is set.
         ranks: by default those of the process group.
         allow_other_world_size: go on with another number of processes, where each holds the whole model. Generators
             are then those of the first rank, moved on by the rank, so dropout differs from a run that never stopped.
@@ -170,21 +179,25 @@ def load_checkpoint(
         TrainingError: the checkpoint is missing or damaged, or is one of another policy, model, optimizer or number of
             processes; says what differs and what to do. Nothing has changed then.
         DataError: it is one of other data.
+        CommsError: what it owes is that of another exchange.
     """
     ranks = Ranks.of_process_group() if ranks is None else ranks
     found = _agreed(lambda: _read(Path(folder), run, data, ranks, allow_other_world_size), ranks)
-    _set_small_states(run, found, data)
+    same_size = found.facts["world_size"] == ranks.world_size
+    _set_small_states(run, found, data, exchange if same_size else None)
     load_model(unwrapped(run.model), found.weights)
     load_optimizer(run.optimizer, found.optimizer)
     set_random_state(found.own["random"])
     facts = found.facts
     notes: tuple[str, ...] = ()
-    if facts["world_size"] != ranks.world_size:
+    if not same_size:
         torch.manual_seed((torch.initial_seed() + ranks.rank) % 2**63)
         notes = (
             f"saved by {facts['world_size']} processes, gone on by {ranks.world_size}: weights, moments, scales and "
             "the position in the data are the same, random numbers are not",
         )
+        if exchange is not None:
+            notes = (*notes, "what gradients were still owed by the processes that saved it is dropped")
     return Resumed(step=facts["step"], extra=facts["extra"], notes=notes)
 
 
@@ -235,17 +248,20 @@ def _agreed(read: Callable[[], _Read], ranks: Ranks) -> _Read:
     return found
 
 
-def _set_small_states(run: Resumable, found: _Read, data: Positioned | None) -> None:
-    """Set the run and the position in the data, or, where one of them refuses, neither."""
+def _set_small_states(run: Resumable, found: _Read, data: Positioned | None, exchange: Positioned | None) -> None:
+    """Set the run, the position in the data and what is owed, or, where one of them refuses, none."""
     before = None if run.pending else copy.deepcopy(run.state_dict())
-    position = None if data is None else data.state_dict()
+    states = {"data": data, "exchange": exchange}
+    positions = {name: part.state_dict() for name, part in states.items() if part is not None}
     try:
-        if data is not None:
-            data.load_state_dict(found.own["data"])
+        for name, part in states.items():
+            if part is not None and found.own.get(name) is not None:
+                part.load_state_dict(found.own[name])
         run.load_state_dict(found.state)
     except BaseException:
-        if data is not None and position is not None:
-            data.load_state_dict(position)
+        for name, part in states.items():
+            if part is not None:
+                part.load_state_dict(positions[name])
         if before is not None:
             run.load_state_dict(before)
         raise

@@ -120,6 +120,15 @@ class LoraConfig(_Section):
     adapters: _Text = "fp32"
 
 
+class CommunicationConfig(_Section):
+    """How gradients travel between processes that each hold the whole model; `comms/hooks.py` has the exchange."""
+
+    #: A format of the wire: fp32, bf16, fp16, fp8_e4m3, fp8_e5m2, int8.
+    wire: _Text
+    #: Whether what rounding lost is added to the next gradient; it takes a second fp32 copy of all gradients.
+    error_feedback: Annotated[bool, Field(strict=True)] = False
+
+
 class TrainConfig(_Section):
     """A whole run. See the opening of this file."""
 
@@ -153,6 +162,8 @@ class TrainConfig(_Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     lora: LoraConfig | None = None
+    #: None: gradients travel in their own format, and are added up by the backend.
+    communication: CommunicationConfig | None = None
 
     @model_validator(mode="after")
     def _raise_if_contradictory(self) -> TrainConfig:
@@ -166,6 +177,11 @@ class TrainConfig(_Section):
                 "data.validation is data.train, and a loss on text that was trained on proves nothing; leave it out, "
                 "and a share of the documents is kept back"
             )
+        if self.communication is not None and self.parallel != "ddp":
+            raise ValueError(
+                f"communication.wire is '{self.communication.wire}', and parallel = \"{self.parallel}\" reduces "
+                'gradients in a format of its own; write parallel = "ddp", or leave [communication] out'
+            )
         return self
 
     @property
@@ -174,6 +190,8 @@ class TrainConfig(_Section):
         facts = self.model_dump(mode="json")
         for name in ("out", "device", "emulate", "checkpoint", "evaluation", "allow_other_world_size", "allow_pickle"):
             del facts[name]
+        if self.communication is None:
+            del facts["communication"]  # which runs of earlier versions do not have
         return facts
 
 
@@ -235,5 +253,6 @@ def _section_of(place: tuple[int | str, ...]) -> type[BaseModel]:
         "checkpoint": CheckpointConfig,
         "evaluation": EvaluationConfig,
         "lora": LoraConfig,
+        "communication": CommunicationConfig,
     }
     return sections[str(place[0])] if len(place) > 1 else TrainConfig

@@ -3,8 +3,8 @@
 Whatever can be refused without the model is refused before it is loaded; whatever needs it, before the first step. Of
 many processes each reads the same text and the same weights, and takes its own rows (`batches.py`).
 
-The order is: load, adapters, formats of parameters, onto the device, spread over ranks, optimizer, policy. An optimizer
-that was made earlier would hold parameters that are no longer the model's.
+The order is: load, adapters, formats of parameters, onto the device, spread over ranks, wire, optimizer, policy. An
+optimizer that was made earlier would hold parameters that are no longer the model's.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from bitwright import models
+from bitwright.comms.hooks import WireHook, register
+from bitwright.comms.wire import wire_format
 from bitwright.errors import TrainingError
 from bitwright.models.loaded import LoadedModel, has_head
 from bitwright.search.documents import raise_if_no_source
@@ -23,7 +26,7 @@ from bitwright.search.task import TASKS
 from bitwright.training.checkpoints.random_state import seed_generators
 from bitwright.training.data.batches import Batches
 from bitwright.training.data.token_rows import TokenRows, make_token_rows, read_training_documents, share_out
-from bitwright.training.fine_tuning.config import TrainConfig
+from bitwright.training.fine_tuning.config import CommunicationConfig, TrainConfig
 from bitwright.training.fine_tuning.schedules import make_schedule
 from bitwright.training.held_parameters import cast_parameters
 from bitwright.training.lora import LoraSettings, add_lora
@@ -46,6 +49,8 @@ class Prepared:
     tokenizer: Any
     #: What a person should know of how it was set up.
     notes: tuple[str, ...]
+    #: None: gradients travel as the way to spread a model has them travel.
+    exchange: WireHook | None
 
     @property
     def learning_rate(self) -> float:
@@ -70,6 +75,8 @@ def set_up(config: TrainConfig, ranks: Ranks, device: torch.device) -> Prepared:
         if source is not None:
             raise_if_no_source(source)
     policy = find_policy(config.policy, device)
+    if config.communication is not None:
+        _raise_if_not_exchanged(config.communication, policy.policy, ranks)
     if settings is not None:
         _raise_if_adapters_have_no_masters(settings, policy.policy)
     seed_generators(config.seed)
@@ -80,6 +87,7 @@ def set_up(config: TrainConfig, ranks: Ranks, device: torch.device) -> Prepared:
         model = add_lora(model, settings)
     cast_parameters(model, policy.policy)
     model = spread(model.to(device), config.parallel, ranks)
+    exchange, said = _exchange(config.communication, model)
     optimizer = make_optimizer(config.optimizer.name, model.parameters(), config.optimizer.options)
     schedule = make_schedule(
         optimizer,
@@ -106,8 +114,31 @@ def set_up(config: TrainConfig, ranks: Ranks, device: torch.device) -> Prepared:
         batches=batches,
         validation=validation,
         tokenizer=loaded.tokenizer,
-        notes=(*loaded.notes, *notes),
+        notes=(*loaded.notes, *notes, *said),
+        exchange=exchange,
     )
+
+
+def _raise_if_not_exchanged(asked: CommunicationConfig, policy: Policy, ranks: Ranks) -> None:
+    """Refuse a format that nothing would travel in."""
+    name = wire_format(asked.wire).name
+    if policy.parameters != "fp32" and ranks.world_size > 1:
+        raise TrainingError(
+            f"communication.wire is '{name}', and policy '{policy.name}' exchanges gradients in "
+            f"{policy.gradients} when the backward pass is over; leave [communication] out, or train under a policy "
+            "with fp32 parameters"
+        )
+
+
+def _exchange(asked: CommunicationConfig | None, model: nn.Module) -> tuple[WireHook | None, tuple[str, ...]]:
+    """How gradients travel, where it was asked for; and what is to be said of it."""
+    if asked is None:
+        return None, ()
+    if not isinstance(model, DistributedDataParallel):
+        return None, (f"communication.wire is '{asked.wire}', and one process sends no gradients",)
+    hook = register(model, wire=asked.wire, error_feedback=asked.error_feedback)
+    feedback = ", and what rounding loses is sent with the next" if asked.error_feedback else ""
+    return hook, (f"gradients travel in {hook.wire.name}, added up in fp32{feedback}",)
 
 
 def _raise_if_adapters_have_no_masters(settings: LoraSettings, policy: Policy) -> None:

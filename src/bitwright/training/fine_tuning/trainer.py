@@ -157,6 +157,7 @@ class _Job:
             self.folder.resume_from,
             self.run,
             data=self.prepared.batches,
+            exchange=self.prepared.exchange,
             ranks=self.ranks,
             allow_other_world_size=self.config.allow_other_world_size,
         )
@@ -251,6 +252,7 @@ class _Job:
             self.run,
             step=self.step,
             data=self.prepared.batches,
+            exchange=self.prepared.exchange,
             extra={"recent": self.recent},
             ranks=self.ranks,
         )
