@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from plain_models import IDS, VOCABULARY, RootMeanSquare, TinyGPT, tiny_gpt
+from small_plans import choice, plan_of
 from tiny_search import search_options, write_text
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bitwright
 from bitwright.errors import PlanError
-from bitwright.inference import ValueRule, apply, emulate_values
+from bitwright.inference import ValueRule, apply, emulate_values, value_tensors_of
 from bitwright.models import find_value_sites, plain_model, values_left_out
 from bitwright.models.attention_calls import attention
 from bitwright.models.value_calls import ValueCalls
@@ -108,6 +109,29 @@ def test_every_way_to_write_attention_is_rounded_as_a_kernel_does(way: str, part
     expected = module.head(module.norm(x + module.out(o.transpose(1, 2).flatten(-2))))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert float((found - module(IDS)).abs().max()) > 1e-3 * (0.01 if part == "softmax_sum" else 1)
+
+
+@pytest.mark.parametrize("way", ["fused", "einsum"])
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch copies its own deprecated class
+def test_a_program_that_torch_took_apart_rounds_alike(way: str) -> None:
+    """Products of three dimensions, q and k each with half of the scaling, a norm with three results."""
+    module, model = one_way(way)
+    program = torch.export.export(module, (IDS,), strict=False).run_decompositions()
+    sites = [site for site in find_value_sites(model) if site.role != "mlp.act"]
+    names = {"softmax": "fp8_e4m3_unit", "softmax_sum": "bf16_values", "norm": "bf16_values"}
+    rules = {site: rule(names.get(site.part, "int8_token")) for site in sites}
+    tensors = {
+        name: array for site, of_site in rules.items() for name, array in value_tensors_of(site, of_site).items()
+    }
+    planned = apply(plan_of([choice(site, of_site.scheme.name) for site, of_site in rules.items()], tensors), program)
+    assert isinstance(planned, torch.export.ExportedProgram)
+    with torch.no_grad(), emulate_values(model, rules):
+        expected = model(input_ids=IDS).logits
+    effect = (expected - module(IDS)).abs().mean()
+    assert float((planned.module()(IDS) - expected).abs().mean()) < 0.02 * float(effect)
+    per_head = [choice(site, "fp8_e4m3_head") for site in sites if site.part == "qk"]
+    with pytest.raises(PlanError, match=r":qk' \(its operators have sequences and heads in one dimension\)"):
+        apply(plan_of(per_head), program)
 
 
 def test_what_is_offered_are_the_numbers_of_the_code() -> None:

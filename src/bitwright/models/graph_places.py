@@ -221,14 +221,16 @@ def _of_heads(what: tuple[str, str], order: Order) -> Callable[[PartOffer, Tenso
 
 
 def _scores(node: Node) -> list[Place]:
-    """q and k of q·k; q with the scaling that follows, since kernels fold it into q."""
-    product, scaling = product_of(node), scaling_behind(node)
+    """q and k of q·k: k as it is kept, and q with every number that scales the scores, since kernels fold it into q."""
+    product, of_k = product_of(node), _factor_before(tensors_of(node)[1])
+    scaling = of_k * _factor_behind(node)
 
     def change_q(offer: PartOffer, q: Tensor) -> Tensor:
         return product.first.back(offer("qk", "q", product.first.seen(q) * scaling) / scaling, q)
 
     def change_k(offer: PartOffer, k: Tensor) -> Tensor:
-        return product.second.back(offer("qk", "k", offer("k_cache", "k", product.second.seen(k))), k)
+        seen = offer("k_cache", "k", product.second.seen(k) / of_k)
+        return product.second.back(offer("qk", "k", seen) * of_k, k)
 
     return [
         Place(kind="before", position=0, change=change_q),
@@ -236,18 +238,24 @@ def _scores(node: Node) -> list[Place]:
     ]
 
 
-def scaling_behind(node: Node) -> float:
-    """The number that a product's result is multiplied by, 1 where there is none."""
+def _factor_before(operand: Node) -> float:
+    """The number that an operand was multiplied by last, 1 where there is none."""
+    return _factor(origin_of(operand))
+
+
+def _factor_behind(node: Node) -> float:
+    """The number that a product's result is multiplied by next, 1 where there is none."""
     users = list(node.users)
     while len(users) == 1 and users[0].target in LOOKS_LIKE_ITSELF:
         users = list(users[0].users)
-    if len(users) != 1 or users[0].target not in _SCALINGS:
-        return 1.0
-    user: Any = users[0]
-    number = user.args[1] if len(user.args) > 1 else None
+    return _factor(users[0]) if len(users) == 1 else 1.0
+
+
+def _factor(node: Node) -> float:
+    number: Any = node.args[1] if node.target in _SCALINGS and len(node.args) > 1 else None
     if not isinstance(number, int | float) or not number > 0:
         return 1.0
-    return 1 / number if _SCALINGS[user.target] else float(number)
+    return 1 / number if _SCALINGS[node.target] else float(number)
 
 
 def _weighted(node: Node) -> list[Place]:
@@ -273,7 +281,15 @@ def _weighted(node: Node) -> list[Place]:
 
 def position_of_p(node: Node) -> int:
     """Which operand of p·v the softmax's result is."""
-    return next(at for at, operand in enumerate(tensors_of(node)) if origin_of(operand).target in SOFTMAXES)
+    return next(at for at, operand in enumerate(tensors_of(node)) if is_probabilities(operand))
+
+
+def is_probabilities(node: Node) -> bool:
+    """Whether a node's values are a softmax's, some of them perhaps replaced (rows in which all keys are masked)."""
+    origin = origin_of(node)
+    if origin.target is _ATEN.where.self:
+        return any(is_probabilities(operand) for operand in origin.all_input_nodes[1:])
+    return origin.target in SOFTMAXES
 
 
 def result_order(node: Node) -> Order:

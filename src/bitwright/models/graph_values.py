@@ -35,6 +35,7 @@ from bitwright.models.graph_places import (
     NORMS,
     SOFTMAXES,
     heads_and_width,
+    is_probabilities,
     origin_of,
     overloads,
 )
@@ -50,6 +51,7 @@ _ELEMENTWISE = overloads(
     *("add", "sub", "mul", "div", "masked_fill", "where", "tanh", "clamp"),
     *("add_", "sub_", "mul_", "div_", "masked_fill_", "tanh_", "clamp_"),
 )
+_CHOICES = overloads("where")
 _SUMS = overloads("add", "add_")
 #: Parts of a fused attention.
 _FUSED_PARTS = ("qk", "softmax", "softmax_sum", "pv", "output")
@@ -129,12 +131,12 @@ def _parts_of(node: Node, products: Mapping[str, Sequence[Site]], constants: set
     elif node.target in FUSED_ATTENTIONS:
         yield from _FUSED_PARTS
     elif node.target in SOFTMAXES:
-        if _reaches(node, _is_product, LOOKS_LIKE_ITSELF):  # not the softmax of a router or of an output
+        if _reaches(node, _is_product, LOOKS_LIKE_ITSELF | _CHOICES):  # not the softmax of a router or of an output
             yield from ("softmax", "softmax_sum")
     elif node.target in ACTIVATION_PRODUCTS:
         if _reaches(node, lambda user: user.target in SOFTMAXES, LOOKS_LIKE_ITSELF | _ELEMENTWISE):
             yield "qk"
-        elif any(origin_of(operand).target in SOFTMAXES for operand in node.all_input_nodes):
+        elif any(is_probabilities(operand) for operand in node.all_input_nodes):
             yield from ("pv", "output")
     elif node.target in ACTIVATION_FUNCTIONS or _ends_activation_module(node):
         yield "act"

@@ -6,6 +6,8 @@ rounding them again at every read changes nothing, since a scale that a token or
 no place:
 
     a cache whose keys and values this program does not show, as that of a layer without softmax
+    a static scale per head, where the program multiplies matrices of all heads and sequences in one dimension, as after
+        `run_decompositions`
     keys under scales per channel, where the program is one that reads a cache: groups of tokens that are full are
         counted from the beginning of the text, which it does not know
     the sum of a softmax over blocks of keys, where their number is free in the program
@@ -35,6 +37,7 @@ from bitwright.models.value_sites import PARTS, ValueSite
 from bitwright.plan import Plan
 from bitwright.quantize import VALUE_SCHEMES
 from bitwright.quantize.value_rounding import round_values
+from bitwright.quantize.value_scheme import ValueScheme
 
 #: Part of a cache → part whose operand it is.
 _READ_AT = {"k_cache": "qk", "v_cache": "pv"}
@@ -48,13 +51,13 @@ def places_of_values(plan: Plan, graph: GraphSites, prefix: str) -> ValuePlaces:
     Raises:
         PlanError: values that have no place in this program; each with the reason.
     """
-    chosen = {c.name: c.scheme for c in plan.sites if c.kind != "weight" and c.scheme != "as_loaded"}
+    chosen = {c.name: c for c in plan.sites if c.kind != "weight" and c.scheme != "as_loaded"}
     if not chosen:
         return {}
     nodes = {site.name.removeprefix(prefix): (site, nodes) for site, nodes in graph.values().items()}
     known: dict[str, ValueSite] = {}
     refused: dict[str, list[str]] = {}
-    for name, scheme in chosen.items():
+    for name, choice in chosen.items():
         module, _, part = name.rpartition(":")
         at = f"{module}:{_READ_AT.get(part, part)}"
         if at not in nodes:
@@ -63,11 +66,13 @@ def places_of_values(plan: Plan, graph: GraphSites, prefix: str) -> ValuePlaces:
         site, at_nodes = nodes[at]
         role, kind = PARTS[part]
         known[name] = replace(site, name=name, role=role, kind=kind)
-        for node in at_nodes:
-            reason = _why_not(node_named(graph.program, node), part, scheme)
-            if reason is not None:
-                refused.setdefault(reason, []).append(name)
-                break
+        scheme = VALUE_SCHEMES[choice.scheme]
+        if scheme.axis == "head" and choice.shape[0] > 1 and site.num_heads == 1:
+            refused.setdefault("its operators have sequences and heads in one dimension", []).append(name)
+            continue
+        reasons = [_why_not(node_named(graph.program, node), part, scheme) for node in at_nodes]
+        for reason in [reason for reason in reasons if reason is not None][:1]:
+            refused.setdefault(reason, []).append(name)
     _raise_if_refused(refused)
     rules = {site.name: rule for site, rule in value_rules(plan, known.values()).items()}
     found: dict[str, dict[str, ValueRule]] = {}
@@ -78,14 +83,14 @@ def places_of_values(plan: Plan, graph: GraphSites, prefix: str) -> ValuePlaces:
     return {node.name: found[node.name] for node in graph.program.graph.nodes if node.name in found}
 
 
-def _why_not(node: Node, part: str, scheme: str) -> str | None:
+def _why_not(node: Node, part: str, scheme: ValueScheme) -> str | None:
     """Why values of an operator cannot be rounded so in a program; None where they can."""
     if part not in ("softmax_sum", "k_cache"):
         return None
     num_queries, num_keys = keys_of(node)
     if part == "softmax_sum" and not isinstance(num_keys, int):
         return "they are sums of a number of blocks of keys that it leaves free: export it with a fixed length"
-    if part == "k_cache" and VALUE_SCHEMES[scheme].group_tokens > 1 and str(num_queries) != str(num_keys):
+    if part == "k_cache" and scheme.group_tokens > 1 and str(num_queries) != str(num_keys):
         return "groups of tokens are counted from the beginning of the text, and it reads a cache of any beginning"
     return None
 
