@@ -426,6 +426,8 @@ def _command(usage: str, verb: Any) -> str:
         if not get_args(hints[parameter.name]):
             continue  # what the parser gives to the function, and nobody types
         value_type, info = get_args(hints[parameter.name])
+        if info.hidden:
+            continue
         if isinstance(info, typer.models.ArgumentInfo):
             required = "required" if parameter.default is inspect.Parameter.empty else ""
             word = f"{info.metavar}…" if "list" in str(value_type) else str(info.metavar)

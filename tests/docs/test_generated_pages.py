@@ -48,3 +48,7 @@ def test_every_table_stands_in_one_page_and_every_mark_names_a_table() -> None:
         for name in re.findall(r"<!-- table: (.+?) -->", page.read_text(encoding="utf-8"))
     ]
     assert sorted(marks) == sorted(GENERATOR.TABLES)
+
+
+def test_no_option_is_listed_without_its_meaning() -> None:
+    assert "| None |" not in GENERATOR.commands_page()
