@@ -11,6 +11,7 @@ import pytest
 from bitwright import hardware
 from bitwright.errors import HardwareError
 from bitwright.hardware import bench, profile
+from bitwright.quantize.packed_products import PackedWeights
 
 
 @pytest.fixture
@@ -36,6 +37,50 @@ def test_a_profile_is_a_device_file(tmp_path: Path) -> None:
     path = tmp_path / "here.toml"
     path.write_text(hardware.write_device_text(device), encoding="utf-8")
     assert hardware.read_device_file(path) == device
+
+
+@pytest.mark.usefixtures("tiny")
+def test_bandwidth_by_format_and_packed_weights(tmp_path: Path) -> None:
+    """What torch cannot do is listed with its reason; packed weights are counted with their scales."""
+    measured = profile.measure(name="here", packed=PackedWeights())
+    bandwidths = measured.device.achieved_gb_per_s
+    assert set(bandwidths["copy"]) == {"fp32", "bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2"}
+    assert {"fp32", "int8"} <= set(bandwidths["read"])
+    assert {"fp32", "int8", "fp8_e4m3", "fp8_e5m2", "int4"} <= set(bandwidths["matvec"])
+    for way in ("read int4", "copy int4"):
+        assert "lies packed in bytes" in measured.skipped[way]
+    assert "int4" in measured.skipped and "int4" not in measured.device.matmul_tflops
+    asked = {job.place for job in profile.jobs(gpu=profile.has_gpu(), packed=PackedWeights())}
+    done = {figure.job.place for figure in measured.figures}
+    assert done | set(measured.skipped) == asked and not done & set(measured.skipped)
+    for figure in measured.figures:
+        assert figure.value > 0 and (figure.how != "") == (figure.job.what == "packed")
+    path = tmp_path / "here.toml"
+    path.write_text(hardware.write_device_text(measured.device), encoding="utf-8")
+    assert hardware.read_device_file(path) == measured.device
+    assert "[achieved.matvec_gb_per_s]" in path.read_text(encoding="utf-8")
+
+
+def test_packed_weights_take_the_bytes_of_codes_and_scales() -> None:
+    """64 rows of 256: one byte a number and two of scale a row; half a byte, and two of scale for each 128."""
+    import torch
+
+    x, weight = torch.randn(3, 256), torch.randn(64, 256)
+    for name, num_bytes, error in (("int8", 64 * 258, 0.01), ("int4", 64 * (128 + 4), 0.15)):
+        run, found, how = PackedWeights().prepare(name, x, weight)
+        y = run()
+        assert isinstance(y, torch.Tensor) and how
+        assert num_bytes <= found <= 1.1 * num_bytes
+        assert float((y - x @ weight.T).norm() / (x @ weight.T).norm()) < error
+
+
+def test_a_bandwidth_of_an_unknown_format_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "odd.toml"
+    text = hardware.write_device_text(hardware.get("x86-avx512-bf16"))
+    section = '[achieved.copy_gb_per_s]\nfp9 = 3.0\nsource = "here"\ncertainty = "measured"\n'
+    path.write_text(f"{text}\n{section}", encoding="utf-8")
+    with pytest.raises(HardwareError, match=r"field 'achieved\.copy_gb_per_s\.fp9' is for an unknown format"):
+        hardware.read_device_file(path)
 
 
 @pytest.mark.usefixtures("tiny")

@@ -15,6 +15,7 @@ from rich.console import Console
 from bitwright import hardware
 from bitwright.cli.progress import Bars
 from bitwright.cli.usage import UsageMistake
+from bitwright.quantize.packed_products import PackedWeights
 
 
 def profile_command(
@@ -24,20 +25,21 @@ def profile_command(
     name: Annotated[str, typer.Option(metavar="NAME", help="What to call the device.")] = "this-machine",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller measurements: seconds.")] = False,
 ) -> None:
-    """Measure matrix products and memory bandwidth of this machine, and write a device file.
+    """Measure matrix products and memory bandwidth of this machine by format, and write a device file.
 
     `bitwright hardware show FILE` reads it.
     """
     _raise_if_not_writable(out)
-    gpu = hardware.profile.has_gpu()
+    gpu, packed = hardware.profile.has_gpu(), PackedWeights()
     console = Console(stderr=True)
-    with Bars(console) as bars, bars.stage("measure", len(hardware.profile.jobs(gpu=gpu, quick=quick))) as stage:
+    num_jobs = len(hardware.profile.jobs(gpu=gpu, quick=quick, packed=packed))
+    with Bars(console) as bars, bars.stage("measure", num_jobs) as stage:
 
         def show(figure: str) -> None:
             stage.advance()
             console.print(figure, markup=False, highlight=False)
 
-        profile = hardware.profile.measure(name=name, quick=quick, on_done=show)
+        profile = hardware.profile.measure(name=name, quick=quick, packed=packed, on_done=show)
     for sign in profile.disturbances:
         console.print(f"other work disturbs these figures: {sign}", markup=False, highlight=False)
     text = hardware.write_device_text(profile.device)

@@ -49,6 +49,8 @@ def print_device(console: Console, device: Device) -> None:
         rows.append(("achieved, TFLOP/s", achieved))
     if device.achieved_memory_gb_per_s is not None:
         rows.append(("achieved, GB/s", f"{device.achieved_memory_gb_per_s:g}"))
+    for way, rates in device.achieved_gb_per_s.items():
+        rows.append((f"{way}, GB/s", spell_rates(rates) + _origin(device, f"achieved.{way}_gb_per_s")))
     if device.launch_s is not None:
         rows.append(("launch", f"{1e6 * device.launch_s:.3g} µs"))
     rows += [

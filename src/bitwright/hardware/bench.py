@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -27,19 +27,40 @@ class Effort:
     slice_s: float
 
 
+class PackedProducts(Protocol):
+    """Products with packed weights, which the package brings along (`quantize/packed_products.py`)."""
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Formats that weights are packed in."""
+
+    def prepare(self, name: str, x_MK: torch.Tensor, w_NK: torch.Tensor) -> tuple[Callable[[], object], int, str]:
+        """What multiplies, the bytes of the packed weight, and which kernel it is."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """One figure to measure."""
 
-    what: Literal["matmul", "matvec", "read", "copy", "launch"]
+    what: Literal["matmul", "matvec", "packed", "read", "copy", "launch"]
     format: str = "fp32"
     #: m, n, k of a product.
     shape: tuple[int, int, int] = (0, 0, 0)
 
+    @property
+    def place(self) -> str:
+        """What falls away together: all plain products of a format, or one way of moving it."""
+        return self.format if self.what in ("matmul", "matvec") else f"{self.what} {self.format}"
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether it is the bytes that count: of a product, where it is with one token."""
+        return self.what in ("matvec", "read", "copy") or (self.what == "packed" and self.shape[0] == 1)
+
     def __str__(self) -> str:
-        if self.what == "matmul":
-            return f"matmul {self.format} {' x '.join(map(str, self.shape))}"
-        return f"matvec {self.format} {MATVEC[0]} x {MATVEC[1]}" if self.what == "matvec" else self.what
+        if self.what == "launch":
+            return self.what
+        return f"{self.what} {self.format} {' x '.join(map(str, self.shape))}" if any(self.shape) else self.place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,29 +73,51 @@ class Figure:
     #: How far the median of the repeats lies above the best time, as a share of it.
     spread: float
     repeats: int
+    #: Which kernel it was, where that is chosen.
+    how: str = ""
 
     def __str__(self) -> str:
-        unit = {"matmul": "TFLOP/s", "launch": "s"}.get(self.job.what, "GB/s")
-        return f"{self.job}: {self.value:.4g} {unit}, best of {self.repeats}, median {100 * self.spread:.0f} % slower"
+        unit = "s" if self.job.what == "launch" else "GB/s" if self.job.is_moving else "TFLOP/s"
+        kernel = f" ({self.how})" if self.how else ""
+        return (
+            f"{self.job}: {self.value:.4g} {unit}, best of {self.repeats}, median {100 * self.spread:.0f} % "
+            f"slower{kernel}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What to run, and the 10¹² operations or 10⁹ bytes of one run."""
+
+    run: Callable[[], object]
+    amount: float
+    how: str = ""
 
 
 class Bench:
-    """Runs one job on one device of torch."""
+    """Runs one job on one device of torch.
 
-    def __init__(self, *, gpu: bool, effort: Effort) -> None:
+    Args:
+        gpu: the first GPU, or the processor.
+        effort: how large and how long.
+        packed: what multiplies with packed weights; None: no job asks for it.
+    """
+
+    def __init__(self, *, gpu: bool, effort: Effort, packed: PackedProducts | None = None) -> None:
         import torch
 
         self._torch = torch
         self._gpu = gpu
         self._device = torch.device("cuda" if gpu else "cpu")
         self._effort = effort
+        self._packed = packed
 
-    def figure(self, job: Job) -> Figure:
-        run, amount = self._prepare(job)
-        best_s, spread, repeats = self.time(run, slice_s=self._effort.slice_s)
-        return Figure(
-            job=job, value=best_s if job.what == "launch" else amount / best_s, spread=spread, repeats=repeats
-        )
+    def figure(self, job: Job, *, inputs: str = "bf16") -> Figure:
+        """Measure; `inputs` is the format of what is multiplied with packed weights."""
+        prepared = self._prepare(job, inputs)
+        best_s, spread, repeats = self.time(prepared.run, slice_s=self._effort.slice_s)
+        value = best_s if job.what == "launch" else prepared.amount / best_s
+        return Figure(job=job, value=value, spread=spread, repeats=repeats, how=prepared.how)
 
     def time(self, run: Callable[[], object], *, slice_s: float) -> tuple[float, float, int]:
         """Return the best seconds of one run, how far the median lies above, and how many samples there were."""
@@ -97,15 +140,26 @@ class Bench:
         if name == "int8":
             codes_MK, codes_KN = (32 * x_MK).to(torch.int8), (32 * w_NK).to(torch.int8).T
             return lambda: torch._int_mm(codes_MK, codes_KN)
-        if name == "fp8_e4m3":
+        if name in ("fp8_e4m3", "fp8_e5m2"):
+            # of two factors in E5M2 there is no product: it is the format of gradients, which meet weights in E4M3
             one = torch.ones((), device=self._device)
-            fp8_MK, fp8_KN = x_MK.to(torch.float8_e4m3fn), w_NK.to(torch.float8_e4m3fn).T
+            fp8_MK, fp8_KN = x_MK.to(self._dtype(name)), w_NK.to(torch.float8_e4m3fn).T
             return lambda: torch._scaled_mm(fp8_MK, fp8_KN, one, one, out_dtype=torch.bfloat16)
         if name == "tf32":
             return self._in_tf32(x_MK, w_NK.T)
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+        dtype = self._dtype(name)
         left_MK, right_KN = x_MK.to(dtype), w_NK.to(dtype).T
         return lambda: left_MK @ right_KN
+
+    def _dtype(self, name: str) -> torch.dtype:
+        torch = self._torch
+        known = {
+            "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8,
+            "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
+        }  # fmt: skip
+        if name not in known:
+            raise NotImplementedError(f"torch has no dtype of {name}: it lies packed in bytes")
+        return known[name]
 
     def _in_tf32(self, x_MK: torch.Tensor, w_KN: torch.Tensor) -> Callable[[], object]:
         torch = self._torch
@@ -120,24 +174,30 @@ class Bench:
 
         return multiply
 
-    def _prepare(self, job: Job) -> tuple[Callable[[], object], float]:
-        """What to run, and the 10¹² operations or 10⁹ bytes of one run."""
+    def _prepare(self, job: Job, inputs: str) -> _Prepared:
         torch = self._torch
+        m, n, k = job.shape
         if job.what == "matmul":
-            m, n, k = job.shape
-            return self.product(job.format, m, n, k), 2e-12 * m * n * k
+            return _Prepared(self.product(job.format, m, n, k), 2e-12 * m * n * k)
         if job.what == "matvec":
-            out_features, in_features = MATVEC
-            bits = {"fp32": 32, "bf16": 16}[job.format]
-            return self.product(job.format, 1, out_features, in_features), 1e-9 * out_features * in_features * bits / 8
+            return _Prepared(self.product(job.format, m, n, k), 1e-9 * n * k * self._dtype(job.format).itemsize)
+        if job.what == "packed":
+            assert self._packed is not None
+            x_MK = torch.randn(m, k, device=self._device).to(self._dtype(inputs))
+            run, num_bytes, how = self._packed.prepare(job.format, x_MK, torch.randn(n, k, device=self._device))
+            amount = 1e-9 * num_bytes if job.is_moving else 2e-12 * m * n * k
+            return _Prepared(run, amount, f"{inputs} inputs, {how}")
         if job.what == "launch":
             number = torch.zeros(1, device=self._device)
-            return lambda: number.add_(1), 0.0
-        source = torch.ones(self._effort.streamed_bytes // 4, device=self._device)
+            return _Prepared(lambda: number.add_(1), 0.0)
+        dtype = self._dtype(job.format)
+        source = torch.ones(self._effort.streamed_bytes // dtype.itemsize, device=self._device).to(dtype)
+        moved = 1e-9 * source.numel() * dtype.itemsize
         if job.what == "read":
-            return source.sum, 4e-9 * source.numel()
+            # not the sum, which torch widens 8 bits for: it is bound by that, and not by memory
+            return _Prepared(source.max, moved)
         target = torch.empty_like(source)
-        return lambda: target.copy_(source), 8e-9 * source.numel()
+        return _Prepared(lambda: target.copy_(source), 2 * moved)
 
     def _sample(self, run: Callable[[], object], inner: int) -> float:
         started_s = time.perf_counter()

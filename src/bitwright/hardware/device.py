@@ -6,6 +6,8 @@
     [matmul_tflops]                    # peak DENSE rate, keyed by format; multiply and add count as two operations
     [achieved]                         # memory_gb_per_s, launch_s; optional
     [achieved.matmul_tflops]           # what somebody measured
+    [achieved.matvec_gb_per_s]         # the same of bandwidth by format, where a token is multiplied by a weight in it;
+                                       # read_gb_per_s, copy_gb_per_s: where a tensor is; all optional
     [[matmul_rules]]                   # what a kind of matrix product asks of its shapes, and its accumulator
     [[links]]                          # one-way bandwidth to other devices
 
@@ -86,6 +88,8 @@ class Device:
     #: The same as somebody measured it; empty where nobody did.
     achieved_matmul_tflops: Mapping[str, float]
     achieved_memory_gb_per_s: float | None
+    #: "read", "copy", "matvec" → format → measured 10⁹ bytes per second; empty where nobody measured.
+    achieved_gb_per_s: Mapping[str, Mapping[str, float]]
     #: Measured seconds from asking for an operation to its start, where it is tiny; None where nobody measured.
     launch_s: float | None
     matmul_rules: tuple[MatmulRule, ...]

@@ -61,6 +61,15 @@ class _AchievedSection(_Section):
     memory_gb_per_s: _Positive | None = None
     launch_s: _Positive | None = None
     matmul_tflops: _RatesSection
+    read_gb_per_s: _RatesSection | None = None
+    copy_gb_per_s: _RatesSection | None = None
+    matvec_gb_per_s: _RatesSection | None = None
+
+    @property
+    def bandwidths(self) -> dict[str, _RatesSection]:
+        """Way of moving → rates by format, of those that are there."""
+        ways = {"read": self.read_gb_per_s, "copy": self.copy_gb_per_s, "matvec": self.matvec_gb_per_s}
+        return {way: section for way, section in ways.items() if section is not None}
 
 
 class _LinkSection(_Section):
@@ -119,6 +128,9 @@ def parse_device(content: bytes, file: str) -> Device:
     if achieved is not None:
         _raise_if_no_or_unknown_format(achieved.matmul_tflops, "achieved.matmul_tflops", file)
         sections["achieved.matmul_tflops"] = achieved.matmul_tflops
+        for way, section in achieved.bandwidths.items():
+            _raise_if_no_or_unknown_format(section, f"achieved.{way}_gb_per_s", file)
+            sections[f"achieved.{way}_gb_per_s"] = section
     for index, rule in enumerate(fields.matmul_rules):
         _raise_if_impossible_rule(rule, f"matmul_rules.{index}", fields.matmul_tflops.rates(), file)
     return Device(
@@ -136,6 +148,9 @@ def parse_device(content: bytes, file: str) -> Device:
         matmul_tflops=fields.matmul_tflops.rates(),
         achieved_matmul_tflops=achieved.matmul_tflops.rates() if achieved else MappingProxyType({}),
         achieved_memory_gb_per_s=achieved.memory_gb_per_s if achieved else None,
+        achieved_gb_per_s=MappingProxyType(
+            {way: section.rates() for way, section in (achieved.bandwidths if achieved else {}).items()}
+        ),
         launch_s=achieved.launch_s if achieved else None,
         matmul_rules=tuple(_to_rule(rule) for rule in fields.matmul_rules),
         links=tuple(Link(**link.model_dump()) for link in fields.links),
@@ -172,6 +187,9 @@ def write_device_text(device: Device) -> str:
         blocks.append(_lines("[achieved]", memory_gb_per_s=device.achieved_memory_gb_per_s, launch_s=device.launch_s))
         rates = _lines("[achieved.matmul_tflops]", **device.achieved_matmul_tflops)
         blocks.append(rates + _origin(device, "achieved.matmul_tflops"))
+        for way, of_format in device.achieved_gb_per_s.items():
+            section = f"achieved.{way}_gb_per_s"
+            blocks.append(_lines(f"[{section}]", **of_format) + _origin(device, section))
     blocks += [_lines("[[matmul_rules]]", **asdict(rule)) for rule in device.matmul_rules]
     blocks += [_lines("[[links]]", **asdict(link)) for link in device.links]
     return "\n".join(blocks)
