@@ -11,10 +11,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bitwright.comms.collectives import COLLECTIVES, algorithms_of, schedule
-from bitwright.comms.hooks import all_reduce_amax, num_gradient_bytes, register
+from bitwright.comms.hooks import fsdp_advice, register
 from bitwright.comms.run_schedule import run_schedule
 from bitwright.comms.simulate import simulate
 from bitwright.comms.wire import WIRE_FORMATS
@@ -22,7 +23,10 @@ from bitwright.errors import CommsError
 
 #: How the hooks are compared: (format, with feedback).
 HOOKS = (("fp32", False), ("bf16", False), ("fp16", False), ("fp8_e4m3", False), ("fp8_e4m3", True), ("int8", True))
-STEPS = 30
+STEPS = 25
+NUM_TOKENS = 23
+#: Ranks that FSDP2 is advised for: gradients are reduced in bf16, and in fp32.
+ADVISED = (8, 512)
 #: Schedules in whose steps every rank sends and receives.
 GROUPED = ("ring", "recursive_doubling", "two_shot")
 #: (format, number in the gradient of one rank) under which feedback is watched; 1e6 is past what fp16 reaches.
@@ -52,30 +56,54 @@ def schedules_agree(size: int, rank: int) -> list[str]:
     return wrong
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 4))
+class Decoder(nn.Module):
+    """A causal decoder of two layers, which learns to go on with sequences of equal steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+        self.embedding = nn.Embedding(NUM_TOKENS, 32)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, **options) for _ in range(2))
+        self.head = nn.Linear(32, NUM_TOKENS)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids[:, :-1])
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, is_causal=True)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), ids[:, 1:].flatten())
 
 
-def train(size: int, rank: int, wire: str | None, feedback: bool) -> dict[str, object]:
-    """Train a small model on rank's share of each batch; ranks None: all of it in one process."""
-    net = model()
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.004)
-    hook = None if wire is None else register(ddp, wire=wire, error_feedback=feedback)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+def sequences(count: int, generator: torch.Generator) -> torch.Tensor:
+    """Rows that begin anywhere and go on in steps of 1, 2 or 3."""
+    first = torch.randint(NUM_TOKENS, (count, 1), generator=generator)
+    step = torch.randint(1, 4, (count, 1), generator=generator)
+    return (first + step * torch.arange(13)) % NUM_TOKENS
+
+
+def steps_of(model: nn.Module, size: int, rank: int) -> list[float]:
+    """Train a model on rank's share of each batch, the same in all for a number of ranks; losses over all ranks."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(2)
-    teacher = torch.randn(24, 4, generator=generator)
     losses = []
     for _ in range(STEPS):
-        x = torch.randn(16 * size, 24, generator=generator)
-        mine = x[rank * 16 : (rank + 1) * 16]
-        loss = (ddp(mine) - mine @ teacher).square().mean()
+        loss = model(sequences(16 * size, generator)[rank * 16 : (rank + 1) * 16])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses.append(float(mean) / size)
+    return losses
+
+
+def train(size: int, rank: int, wire: str | None, feedback: bool) -> dict[str, object]:
+    """Train under DDP; wire None: its own all-reduce."""
+    net = Decoder()
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.03)
+    hook = None if wire is None else register(ddp, wire=wire, error_feedback=feedback)
+    losses = steps_of(ddp, size, rank)
     weights = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
     all_weights = [torch.empty_like(weights) for _ in range(size)]
     dist.all_gather(all_weights, weights)
@@ -83,8 +111,19 @@ def train(size: int, rank: int, wire: str | None, feedback: bool) -> dict[str, o
         "losses": losses,
         "is_equal_on_all_ranks": all(torch.equal(weights, other) for other in all_weights),
         "sent_bytes": 0 if hook is None else hook.sent_bytes,
-        "least_bytes": 0 if wire is None else STEPS * num_gradient_bytes(net, wire, size),
+        # Both ways, all shards but one's own.
+        "numbers_sent": STEPS * 2 * (size - 1) / size * weights.numel(),
     }
+
+
+def train_sharded(size: int, rank: int, num_ranks: int) -> dict[str, object]:
+    """Train under FSDP2, as it is advised for so many ranks."""
+    advice = fsdp_advice(num_ranks)
+    net = Decoder()
+    for module in (*net.layers, net):
+        fully_shard(module, mp_policy=advice.policy)
+    losses = steps_of(net, size, rank)
+    return {"losses": losses, "kept_in": sorted({str(parameter.dtype) for parameter in net.parameters()})}
 
 
 def groups_of_a_schedule(op: str, algorithm: str) -> list[list[list[object]]]:
@@ -186,10 +225,10 @@ def main() -> None:
     found["plain"] = train(size, rank, None, False)
     for wire, feedback in HOOKS:
         found[f"{wire} {feedback}"] = train(size, rank, wire, feedback)
+    for num_ranks in ADVISED:
+        found[f"sharded {num_ranks}"] = train_sharded(size, rank, num_ranks)
     for wire, bad in BAD:
         found[f"feedback {wire} {bad}"] = arrived_and_owed(size, rank, wire, bad)
-    amaxes = all_reduce_amax([torch.tensor(float(rank)), torch.tensor(float("nan") if rank == 1 else 1.0)])
-    found["amax"] = [float(amax) for amax in amaxes]
     try:
         run_schedule(schedule("all_reduce", "ring", size + 1), torch.zeros(4))
     except CommsError as error:

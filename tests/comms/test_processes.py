@@ -21,7 +21,7 @@ from bitwright.errors import CommsError
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What so many processes wrote, all checks in one start."""
     out = tmp_path_factory.mktemp("ranks") / "found.json"
@@ -40,13 +40,19 @@ def test_schedules_by_messages_are_those_in_numpy_bit_for_bit(found: dict[str, A
 def test_messages_of_a_step_are_one_group_with_its_receives_first(found: dict[str, Any]) -> None:
     """NCCL runs ungrouped messages in their order, and Gloo answers what was asked for first."""
     size = found["size"]
-    log = size.bit_length() - 1
-    for steps, schedules in zip((2 * (size - 1), log, 2), zip(*found["groups"], strict=True), strict=True):
-        for groups in schedules:  # of each rank, which takes part in every step of these
-            assert len(groups) == steps
-            for group in groups:
-                kinds = [kind for kind, _, _ in group]
-                assert kinds == sorted(kinds) and set(kinds) == {"irecv", "isend"}
+    for rings, doublings, two_shots in found["groups"]:  # of each rank
+        # All ranks take part in each of these steps; in doubling so where they are a power of two.
+        assert (len(rings), len(two_shots)) == (2 * (size - 1), 2)
+        assert size & (size - 1) or len(doublings) == math.log2(size)
+        for group in (*rings, *two_shots):
+            assert {kind for kind, _, _ in group} == {"irecv", "isend"}
+        for group in (*rings, *doublings, *two_shots):
+            kinds = [kind for kind, _, _ in group]
+            assert kinds == sorted(kinds)
+
+
+def mean(losses: list[float]) -> float:
+    return sum(losses) / len(losses)
 
 
 def test_fp32_on_the_wire_trains_as_ddp_does(found: dict[str, Any]) -> None:
@@ -56,24 +62,34 @@ def test_fp32_on_the_wire_trains_as_ddp_does(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "tolerance"),
     [
-        ("bf16 False", 5e-3),
-        ("fp16 False", 1e-3),
-        ("fp8_e4m3 False", 0.05),
-        ("fp8_e4m3 True", 0.05),
-        ("int8 True", 0.02),
+        ("bf16 False", 0.001),
+        ("fp16 False", 0.001),
+        ("fp8_e4m3 False", 0.005),
+        ("fp8_e4m3 True", 0.005),
+        ("int8 True", 0.005),
     ],
 )
 def test_fewer_bits_train_alike_and_all_ranks_stay_equal(found: dict[str, Any], name: str, tolerance: float) -> None:
     run = found[name]
     assert run["is_equal_on_all_ranks"]
-    assert run["losses"][-1] == pytest.approx(found["plain"]["losses"][-1], rel=tolerance)
-    assert run["losses"][-1] < run["losses"][0] / 2
+    assert mean(run["losses"]) == pytest.approx(mean(found["plain"]["losses"]), rel=tolerance)
+    assert run["losses"][-1] < run["losses"][0] / 5
+
+
+@pytest.mark.parametrize("num_ranks", [8, 512])
+def test_fsdp_trains_alike_as_it_is_advised(found: dict[str, Any], num_ranks: int) -> None:
+    run = found[f"sharded {num_ranks}"]
+    assert run["kept_in"] == ["torch.float32"]
+    # Products are in bf16 here, and gradients for eight ranks are added up in it.
+    assert mean(run["losses"]) == pytest.approx(mean(found["plain"]["losses"]), rel=0.01)
+    assert run["losses"] != found["plain"]["losses"]
+    assert run["losses"][-1] < run["losses"][0] / 5
 
 
 def test_fewer_bits_are_sent(found: dict[str, Any]) -> None:
     # Buckets end in blocks of their own, so that a little more is sent than for all gradients at once.
-    for name in ("bf16 False", "fp8_e4m3 False"):
-        assert 1 <= found[name]["sent_bytes"] / found[name]["least_bytes"] < 1.3
+    for name, num_bytes in (("bf16 False", 2), ("fp8_e4m3 False", 1 + 4 / 128)):
+        assert 1 <= found[name]["sent_bytes"] / (num_bytes * found[name]["numbers_sent"]) < 1.3
     assert found["fp8_e4m3 False"]["sent_bytes"] < 0.55 * found["bf16 False"]["sent_bytes"]
 
 
@@ -99,12 +115,6 @@ def test_feedback_of_another_run_is_refused(found: dict[str, Any]) -> None:
     assert "was kept under 'fp32'" in refused["other format"]
     assert "weights.1" in refused["other parameters"]
     assert f"{found['size'] + 1} ranks" in refused["other ranks"]
-
-
-def test_amax_is_that_of_all_ranks_and_nan_is_seen_everywhere(found: dict[str, Any]) -> None:
-    largest, lost = found["amax"]
-    assert largest == found["size"] - 1
-    assert math.isnan(lost)
 
 
 def test_a_schedule_of_other_ranks_is_refused(found: dict[str, Any]) -> None:

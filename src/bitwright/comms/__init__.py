@@ -21,9 +21,9 @@ from bitwright.lazy_page import open_lazily
 
 if TYPE_CHECKING:
     from bitwright.comms.collectives import ALGORITHMS, algorithms_of, schedule
-    from bitwright.comms.cost_model import LAUNCHES, CollectiveCost, algorithms, collective_time
+    from bitwright.comms.cost_model import LAUNCHES, CollectiveCost, algorithms, collective_time, refusals
     from bitwright.comms.fit import Timed, calibrate, fit_curves
-    from bitwright.comms.hooks import all_reduce_amax, fsdp_advice, register
+    from bitwright.comms.hooks import fsdp_advice, register
     from bitwright.comms.run_schedule import run_schedule
     from bitwright.comms.schedule import Schedule, Transfer
     from bitwright.comms.schedule_cost import schedule_time
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "collectives": ("ALGORITHMS", "algorithms_of", "schedule"),
-    "cost_model": ("LAUNCHES", "CollectiveCost", "algorithms", "collective_time"),
+    "cost_model": ("LAUNCHES", "CollectiveCost", "algorithms", "collective_time", "refusals"),
     "fit": ("Timed", "calibrate", "fit_curves"),
-    "hooks": ("all_reduce_amax", "fsdp_advice", "register"),
+    "hooks": ("fsdp_advice", "register"),
     "run_schedule": ("run_schedule",),
     "schedule": ("Schedule", "Transfer"),
     "schedule_cost": ("schedule_time",),
@@ -60,7 +60,6 @@ __all__ = [
     "Transfer",
     "algorithms",
     "algorithms_of",
-    "all_reduce_amax",
     "all_reduced",
     "calibrate",
     "collective_time",
@@ -68,6 +67,7 @@ __all__ = [
     "fit_curves",
     "fsdp_advice",
     "read_topology_file",
+    "refusals",
     "register",
     "run_schedule",
     "safe_ranks",

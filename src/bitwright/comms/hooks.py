@@ -1,4 +1,4 @@
-"""Gradients in fewer bits between the ranks of DDP, and what FSDP2 and FP8 recipes should be told.
+"""Gradients in fewer bits between the ranks of DDP, and what FSDP2 should be told.
 
     register(ddp_model, wire="fp8_e4m3", error_feedback=True)      # before the first backward pass
 
@@ -11,9 +11,7 @@ On CPUs the hook works in a thread of its own, in the order of buckets, which is
 stream of its own. Either way the backward pass goes on. Gradients are divided by the number of ranks before they
 travel, so that fp16 does not overflow in the sum.
 
-FSDP2 has no hook: it takes a dtype for its reduce-scatter, which NCCL adds up around a ring (`fsdp_advice`). Scales of
-FP8 that each rank finds by itself have to be the same everywhere where a tensor is split over ranks
-(`all_reduce_amax`).
+FSDP2 has no hook: it takes a dtype for its reduce-scatter, which NCCL adds up around a ring (`fsdp_advice`).
 
 (Annotations are not postponed here: DDP compares those of its hooks with the types themselves.)
 """
@@ -25,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -199,23 +197,6 @@ def reduce_bucket(
     return future
 
 
-def all_reduce_amax(amaxes: list[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Return the largest of each magnitude over all ranks, by one message: scalars in, scalars of their dtypes out.
-
-    A rank whose magnitude is NaN makes it NaN everywhere, so that all ranks see that something is wrong.
-    """
-    if not amaxes:
-        return []
-    stacked = torch.stack([amax.detach().float().reshape(()) for amax in amaxes])
-    # The order of NaN in a maximum differs between backends; ∞ has one, and no finite magnitude reaches it.
-    lost = torch.isnan(stacked)
-    both = torch.cat([torch.where(lost, torch.zeros_like(stacked), stacked), lost.float()])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    largest, anywhere = both.chunk(2)
-    found = torch.where(anywhere > 0, torch.full_like(largest, float("nan")), largest)
-    return [value.to(amax.dtype).reshape(amax.shape) for value, amax in zip(found, amaxes, strict=True)]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FsdpAdvice:
     """What FSDP2 should be told of precision, and why."""
@@ -251,10 +232,3 @@ def fsdp_advice(num_ranks: int, *, compute: torch.dtype = torch.bfloat16) -> Fsd
         )
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     return FsdpAdvice(policy=policy, reasons=tuple(reasons))
-
-
-def num_gradient_bytes(model: nn.Module, wire: str, num_ranks: int) -> int:
-    """Return the bytes that a rank sends for one backward pass by the two-shot all-reduce of a format."""
-    numbers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    shard = -(-numbers // (num_ranks * BLOCK_SIZE)) * BLOCK_SIZE
-    return 2 * (num_ranks - 1) * wire_format(wire).num_bytes(shard)
