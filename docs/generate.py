@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the pages of this folder, also
 
 import measured
 import measured_communication
+import measured_peers
 import measured_running
 import measured_training
 from measured import markdown_table
@@ -593,6 +594,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers, dithered": partial(measured.peers_table, "demo-dithered"),
     "peers, encoder": partial(measured.peers_table, "demo-encoder"),
     "peers, second architecture": partial(measured.peers_table, "small-qwen2"),
+    "allocation alone": partial(measured_peers.allocation_table, "demo"),
+    "seconds beside peers": partial(measured_peers.seconds_table, "demo"),
+    "stored bits": partial(measured_peers.stored_table, "demo-dithered"),
+    "growth of a search": measured_peers.scale_table,
 }
 _TABLE = re.compile(r"(<!-- table: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -603,7 +608,9 @@ def with_tables(name: str) -> str:
     return _TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
 
 
-_PAGES_WITH_TABLES = ("running.md", "training.md", "communication.md", "exporting.md", "importing.md", "compared.md")
+_PAGES_WITH_TABLES = (
+    "optimize.md", "running.md", "training.md", "communication.md", "exporting.md", "importing.md", "compared.md",
+)  # fmt: skip
 #: File of docs/ → what makes it.
 PAGES = {
     "formats.md": formats_page,
