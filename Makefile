@@ -33,8 +33,11 @@ lint: $(VENV)/installed-dev
 benchmark: $(VENV)/installed-tests
 	$(BIN)/python benchmarks/quantize.py
 	$(BIN)/python benchmarks/exhaustive.py
+	$(BIN)/python benchmarks/histogram.py
 	$(BIN)/python benchmarks/optimize.py all
 	$(BIN)/python benchmarks/estimators.py
+	$(BIN)/python benchmarks/scale.py all
+	for model in demo demo-dithered demo-encoder small-qwen2; do $(BIN)/python benchmarks/peers/run.py --model $$model || exit; done
 	$(BIN)/python benchmarks/inference.py all
 	$(BIN)/python benchmarks/collective_accuracy.py --write
 	$(BIN)/python benchmarks/comm_accuracy.py --json
