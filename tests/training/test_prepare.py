@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch import nn
 
 from bitwright import hardware
 from bitwright.errors import TrainingError, UnknownName
-from bitwright.training.policy import POLICIES
+from bitwright.training.policy import POLICIES, policy_named
 from bitwright.training.prepare import find_policy, prepare
+from bitwright.training.product_recipe import Delay
+from bitwright.training.recipes import fp8_hybrid
 
 
 def small() -> nn.Sequential:
@@ -79,6 +82,20 @@ def test_a_policy_may_be_a_record_or_an_alias() -> None:
     model = small()
     assert prepare(model, sgd(model), policy=POLICIES["fp32"]).policy.name == "fp32"
     assert find_policy("mixed_bfloat16", torch.device("cpu")).policy.name == "bf16-mixed"
+
+
+@pytest.mark.parametrize("delay", [None, Delay(history=2, margin=1)])
+def test_a_policy_may_have_another_recipe(delay: Delay | None) -> None:
+    """Current scaling, or other delays: as the documentation spells it."""
+    model = small()
+    policy = replace(policy_named("fp8-hybrid"), products=fp8_hybrid(delay))
+    run = prepare(model, sgd(model), policy=policy)
+    for _ in range(3):
+        with run.step() as step:
+            step.backward(model(torch.ones(1, 32)).float().sum())
+    assert run.products is not None
+    histories = [kind["history"] for kind in run.products.state_dict()["0"]["delayed"].values()]
+    assert [len(history) for history in histories] == ([] if delay is None else [2, 2])
 
 
 @pytest.mark.parametrize(("dtype", "word"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16")])

@@ -48,7 +48,7 @@ def test_each_product_has_its_recipe(make_tiny_model: Callable[..., Any], tmp_pa
     choices |= {name: "fp8-hybrid" for name in linear if name.endswith(("q_proj", "k_proj"))}
     choices |= {name: "mxfp8" for name in linear if name.endswith("up_proj")}
     folder = write_training_plan(plan(choices), tmp_path / "plan")
-    for given in (folder, str(folder)):
+    for given in (folder, str(folder), plan(choices)):
         run = prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), policy=given)
         assert "the plan" in run.reason and "most weights are under it" in run.reason
         assert run.products is not None

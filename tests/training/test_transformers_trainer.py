@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_prepare_plan import plan
 from training_runs import random_rows, with_dropout
 
 from bitwright.errors import TrainingError
@@ -230,6 +231,19 @@ def test_a_checkpoint_of_another_policy_is_told(make_tiny_model: Callable[..., A
     plain = new_trainer(make_tiny_model("llama"), tmp_path, policy="bf16-mixed")
     with pytest.raises(TrainingError, match=r"has no 'bitwright\.json'"):
         plain.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_a_plan_gives_each_layer_its_recipe(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    model = make_tiny_model("llama")
+    layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    choices = {name: "mxfp8" if name.endswith("up_proj") else "bf16" for name in layers}
+    trainer = new_trainer(model, tmp_path, policy=None, max_steps=1)
+    callback = PolicyCallback(trainer, policy=plan(choices, policy="fp8-hybrid"))
+    trainer.add_callback(callback)
+    trainer.train()
+    assert callback.run is not None and callback.run.products is not None
+    emulated = {row.module for row in callback.run.products.table() if row.kernel == "emulated"}
+    assert emulated == {name for name, choice in choices.items() if choice == "mxfp8"}
 
 
 def test_evaluation_runs_under_the_policy(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ from torch import nn
 from bitwright import hardware
 from bitwright.errors import TrainingError
 from bitwright.hardware import Device
-from bitwright.training.asked_policy import AskedPolicy, ask_policy
+from bitwright.training.asked_policy import AskedPolicy, GivenPolicy, ask_policy
 from bitwright.training.choose import Chosen, device_at, raise_if_not_native, why_not
 from bitwright.training.custody import Custody, raise_if_under_a_run
 from bitwright.training.forward import named_islands
@@ -56,7 +55,7 @@ def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    policy: str | Policy | Path = AUTO,
+    policy: GivenPolicy = AUTO,
     device: str | Device | None = None,
     accumulate: int = 1,
     max_grad_norm: float | None = None,
@@ -75,8 +74,7 @@ def prepare(
             not.
         optimizer: made from the model's parameters. It is stepped by the run, never by the caller.
         policy: a name of `bitwright train policies` or an alias; "auto": by what the device runs natively; a `Policy`;
-        a
-            folder with a training plan.
+            a training plan, or its folder.
         device: name of `bitwright hardware`, or its facts, where it is not to be recognised.
         accumulate: micro-batches that make a step; the step's gradient is the mean of theirs.
         max_grad_norm: gradients are clipped to this length; None: never.
@@ -164,7 +162,7 @@ def prepare(
     )
 
 
-def find_policy(policy: str | Policy | Path, place: torch.device) -> Chosen:
+def find_policy(policy: GivenPolicy, place: torch.device) -> Chosen:
     """Return the policy that `prepare` would take for a model that is there, and why.
 
     Args:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.plugins.precision import Precision
@@ -26,10 +25,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bitwright.errors import TrainingError
+from bitwright.training.asked_policy import GivenPolicy
 from bitwright.training.checkpoints.run_state import run_state, set_run_state
 from bitwright.training.held_parameters import cast_parameters
 from bitwright.training.integrations.loop_driver import LoopDriver
-from bitwright.training.policy import Policy
 from bitwright.training.prepare import find_policy, prepare
 from bitwright.training.run import TrainingRun
 
@@ -45,7 +44,7 @@ class PolicyPrecision(Precision):  # type: ignore[misc]
         TrainingError: more than one optimizer, or clipping by value; or what `prepare` raises, when fitting begins.
     """
 
-    def __init__(self, policy: str | Policy | Path = "auto", **options: Any) -> None:
+    def __init__(self, policy: GivenPolicy = "auto", **options: Any) -> None:
         self._wanted = policy
         self._options = options
         self._driver: LoopDriver | None = None

@@ -30,11 +30,11 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from bitwright.errors import TrainingError
+from bitwright.training.asked_policy import GivenPolicy
 from bitwright.training.checkpoints.run_state import load_run_state, save_run_state
 from bitwright.training.held_parameters import cast_parameters
 from bitwright.training.integrations.loop_driver import LoopDriver
 from bitwright.training.optimizer.moment_store import load_exactly
-from bitwright.training.policy import Policy
 from bitwright.training.prepare import find_policy, prepare
 from bitwright.training.processes.ranks import Ranks
 from bitwright.training.run import TrainingRun
@@ -62,7 +62,7 @@ class PolicyCallback(TrainerCallback):  # type: ignore[misc]
         self,
         trainer: Trainer,
         *,
-        policy: str | Policy | Path = "auto",
+        policy: GivenPolicy = "auto",
         resume_from: str | Path | None = None,
         **options: Any,
     ) -> None:
@@ -71,11 +71,10 @@ class PolicyCallback(TrainerCallback):  # type: ignore[misc]
         #: The run, once training has begun.
         self.run: TrainingRun | None = None
         self._resume_from = resume_from
-        chosen = find_policy(policy, trainer.args.device)
-        self._policy = chosen.policy
+        self._wanted = policy
         self._options = options
         # before the optimizer is made, and before the model is spread over ranks
-        cast_parameters(trainer.model, self._policy)
+        cast_parameters(trainer.model, find_policy(policy, trainer.args.device).policy)
         create = trainer.create_optimizer
 
         def create_and_load_exactly(*arguments: Any, **keywords: Any) -> Any:
@@ -101,7 +100,7 @@ class PolicyCallback(TrainerCallback):  # type: ignore[misc]
         self.run = run = prepare(
             trainer.model_wrapped,
             optimizer,
-            policy=self._policy,
+            policy=self._wanted,
             max_grad_norm=args.max_grad_norm or None,
             seed=args.seed,
             **self._options,
