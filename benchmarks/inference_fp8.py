@@ -1,15 +1,17 @@
 """What FP8 inputs and weights cost, in perplexity and in calls that fall back: the part fp8 of `inference.py`.
 
 SmolLM2-135M under FP8 weights and inputs. One plan has it everywhere, another where a search found room for it
-within MAX_PPL_INCREASE; both run with scales of inputs found per call (dynamic) and from prompts (static), emulated,
-on text that neither saw. Perplexities are set against those of the same weights in bf16, with paired bootstrap
-intervals over the sequences. Then what overflows costs: the rate of fallbacks at which rounding inputs stops to pay,
+within MAX_PPL_INCREASE; both run with scales of inputs found per call (dynamic) and from prompts (static), on text that
+neither saw: emulated, and executed as `bitwright run` does (packed codes in a bf16 model, tokens that overflow
+multiplied unrounded). Perplexities are set against those of the same weights in bf16, with paired bootstrap intervals
+over the sequences. Then what overflows costs: the rate of fallbacks at which rounding inputs stops to pay,
 and what filling up shapes costs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -58,9 +60,12 @@ def measure(*, quick: bool) -> dict[str, Any]:
     plain = token_losses(plain_copy(loaded.model, torch.bfloat16), held_out)
     reference = {"fp32": token_losses(loaded.model, held_out)}
     losses = reference | {name: token_losses(apply(plan, loaded), held_out) for name, plan in plans.items()}
+    runs = {f"{name}, executed": apply(plan, loaded, mode="auto") for name, plan in plans.items()}
+    losses |= {name: token_losses(run, held_out) for name, run in runs.items()}
     rows = [{"plan": "bf16", "perplexity": float(plain.mean().exp())}]
     for name, found in losses.items():
-        rows.append({"plan": name, **against(found, plain), **kept_sites(plans.get(name))})
+        plan = plans.get(name.removesuffix(", executed"))
+        rows.append({"plan": name, **against(found, plain), **kept_sites(plan), **how_it_ran(runs.get(name))})
     for row in rows:
         print(row, flush=True)
     even, padding = break_even_rows(loaded, quick), padding_rows(quick)
@@ -138,6 +143,20 @@ def kept_sites(plan: Plan | None) -> dict[str, Any]:
     kept = [site for site in plan.sites if site.scheme == "bf16"]
     roles = {site.role: sum(other.role == site.role for other in kept) for site in kept}
     return {"sites_kept": len(kept), "kept_roles": roles, "weight_bytes": sum(site.bytes for site in plan.sites)}
+
+
+def how_it_ran(run: Any) -> dict[str, Any]:
+    """Kernel → sites, and what fell back, of a model that was executed."""
+    if run is None:
+        return {}
+    report = run.bitwright_run
+    counted = report.counters.metrics()
+    names = ("tokens", "overflowed_tokens", "token_fallbacks", "batch_fallbacks", "held_calls")
+    return {
+        "kernels": dict(Counter(site.kernel for site in report.sites)),
+        "dtype": str(report.dtype).removeprefix("torch."),
+        "fallbacks": {name: counted.get(f"fallback_{name}", 0) for name in names},
+    }
 
 
 def break_even_rows(loaded: LoadedModel, quick: bool) -> list[dict[str, Any]]:
