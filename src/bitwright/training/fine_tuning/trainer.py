@@ -231,7 +231,7 @@ class _Job:
             rows,
             batch=self.config.evaluation.batch or self.config.batch,
             device=self.device,
-            forward=lambda: forward_region(run.policy.compute, run.device_type),
+            forward=lambda: forward_region(run.policy.compute, run.device_type, emulates=run.emulates),
             ranks=self.ranks,
         )
         self.validation = found
