@@ -49,15 +49,20 @@ class WireHook:
     parameters: Mapping[str, Tensor]
     #: Bytes that this rank has sent.
     sent_bytes: int = 0
-    #: Blocks that were not finite so far, with feedback: the same number on all ranks.
-    num_reset_blocks: int = 0
     #: Name of a parameter → what this rank owes of its gradient, fp32, in the order of memory.
     _owed: dict[str, Tensor] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
+    #: A number where gradients are, so that a GPU is not waited for in the middle of a backward pass.
+    _num_reset: Tensor | None = None
     _worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
 
     def __post_init__(self) -> None:
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+
+    @property
+    def num_reset_blocks(self) -> int:
+        """Blocks that were not finite so far, with feedback: the same number on all ranks."""
+        return 0 if self._num_reset is None else int(self._num_reset)
 
     def mean(self, gradient_L: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """Return the mean over ranks of the gradients of parameters, end to end: fp32 [L], the same bits on all."""
@@ -96,9 +101,10 @@ class WireHook:
             start += parameter.numel()
 
     def _owe(self, lost: Tensor, means: Tensor, parameters: Sequence[Tensor]) -> None:
-        is_bad = ~means.reshape(-1, BLOCK_SIZE).isfinite().all(dim=1)
-        self.num_reset_blocks += int(is_bad.sum())
-        lost.reshape(-1, BLOCK_SIZE)[is_bad] = 0.0
+        is_bad = ~means.view(-1, BLOCK_SIZE).isfinite().all(dim=1)
+        count = is_bad.sum()
+        self._num_reset = count if self._num_reset is None else self._num_reset + count
+        lost.view(-1, BLOCK_SIZE).masked_fill_(is_bad[:, None], 0.0)
         start = 0
         for parameter in parameters:
             self._owed[self._names[id(parameter)]] = lost[start : start + parameter.numel()]
