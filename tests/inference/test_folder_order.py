@@ -13,8 +13,8 @@ PREFIX = "bitwright.inference."
 
 #: First to last: each may import from those before it, and from itself.
 ORDER = (
-    "counters", "modes", "hysteresis", "overflow_watch", "fallback", "run_report", "metrics", "planned_model",
-    "emulation", "static", "cache", "packed", "generation", "run_plan",
+    "counters", "modes", "hysteresis", "overflow_watch", "fallback", "run_report", "value_runs", "metrics",
+    "planned_model", "emulation", "static", "cache", "packed", "generation", "run_plan",
 )  # fmt: skip
 MODULES = sorted(path for path in FOLDER.rglob("*.py") if path != FOLDER / "__init__.py")
 

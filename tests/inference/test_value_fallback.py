@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -171,6 +172,29 @@ def test_where_the_device_has_both_nothing_is_run_again() -> None:
         generate(planned, IDS, max_new_tokens=5, lag=1)
         counters = planned.bitwright_run.counters
         assert counters.overflowed_steps == 4 and (counters.repeated_steps > 0) == repeats
+
+
+@pytest.mark.parametrize("mode", ["emulate", "packed"])
+def test_a_copy_of_a_model_counts_for_itself(mode: str) -> None:
+    model = make_value_model("llama")
+    planned: Any = apply(plan_with(model, {"qk": 1e-4}), model, mode=mode, dtype=torch.float32)
+    copied = copy.deepcopy(planned)
+    assert torch.equal(logits_of(copied), logits_of(planned))
+    logits_of(copied)
+    wanted = {name: (18, 18) for name in counts_of(planned)}
+    assert counts_of(planned) == wanted and len(wanted) == 4
+    assert counts_of(copied) == {name: (36, 36) for name in wanted}
+
+
+def test_scales_lie_where_the_values_are() -> None:
+    """A scale that every call brought to a GPU would make the host wait."""
+    scheme = VALUE_SCHEMES["fp8_e4m3_head"]
+    rule = ValueRule(scheme=scheme, scales={"v": torch.tensor([0.5])}).on(torch.device("meta"), ("p", "v"))
+    for operand in ("p", "v"):
+        scale = rule.scale(operand)
+        assert scale is not None and scale.device.type == "meta" and rule.scale(operand) is scale
+    dynamic = ValueRule(scheme=VALUE_SCHEMES["fp8_e4m3_token"])
+    assert dynamic.on(torch.device("meta"), ("q", "k")) is dynamic
 
 
 def test_scales_that_are_found_on_every_call_cover_what_they_meet() -> None:

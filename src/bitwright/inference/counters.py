@@ -67,7 +67,7 @@ def count_overflows(x: Tensor, scheme: TensorScheme, scale: Tensor | None = None
 
 @dataclass(kw_only=True, slots=True)
 class FallbackCounts:
-    """What one matrix met, and what was done about it (`fallback.py`); grows with every call."""
+    """What one matrix, or one kind of value, met, and what was done about it (`fallback.py`); grows with every call."""
 
     calls: int = 0
     tokens: int = 0
@@ -107,7 +107,7 @@ class PaddingCounts:
 class RunCounters:
     """Everything that a packed model counts; plain numbers that only grow."""
 
-    #: Matrix name → what fell back there.
+    #: Name of a matrix, or of a value site (with "/<operand>" where it has several) → what fell back there.
     fallbacks: dict[str, FallbackCounts] = field(default_factory=dict)
     padding: PaddingCounts = field(default_factory=PaddingCounts)
     #: "<parameter> by <function>" → how often packed weights were expanded for a function that is no product.

@@ -6,9 +6,10 @@
     start_http_server(9000)
 
 Counts are read when they are scraped: running costs nothing more. A name is `bitwright_run_<count>_total`, with the
-label "model"; counts of one matrix have the label "matrix" too, and expansions what they were made for.
+label "model"; counts of one matrix, or of one kind of value, have the label "matrix" too, and expansions what they
+were made for.
 
-    fallback_…          calls, tokens, overflows, and what was computed again: of matrices whose inputs may overflow
+    fallback_…          calls, tokens, overflows, and what was computed again: of inputs and values that may overflow
     padding_…           numbers that kernels were given, and those that were filling
     expansions          packed weights that were expanded for a function that is no product
     …_steps             steps of generation that overflowed, and those that were run again
@@ -28,7 +29,7 @@ from bitwright.inference.run_report import RunReport
 
 _PREFIX = "bitwright_run"
 _FALLBACKS = {
-    "calls": "Calls of matrices whose inputs may overflow",
+    "calls": "Calls of what may overflow: inputs of matrices, and rounded values",
     "tokens": "Rows of inputs of these calls",
     "overflows": "Inputs beyond the range of the format, counted before they were cast",
     "overflowed_tokens": "Rows with at least one such input",

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
 import torch
@@ -45,6 +45,7 @@ from bitwright.inference.packed.value_hooks import round_values_of
 from bitwright.inference.planned_model import sites_of
 from bitwright.inference.run_report import RunReport, emulated_report
 from bitwright.inference.static.origin import raise_if_stale
+from bitwright.inference.value_runs import value_runs
 from bitwright.models.linear_calls import LinearCalls, Matrix, Operation, matrices_of
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.sites import Site
@@ -143,7 +144,8 @@ def _packed(
         fallbacks: Fallbacks = {}
         if fallback is not None:
             fallbacks = value_fallbacks(values, fallback, report.counters, report.watch, settled)
-        round_values_of(planned, values, known, fallbacks)
+        on_products = round_values_of(planned, values, known, fallbacks)
+        report = _with_values(report, values, planned, on_products)
     planned.bitwright_run = report  # type: ignore[assignment]
     return planned
 
@@ -159,6 +161,14 @@ def _raise_if_values_are_in_a_program(plan: Plan, module: nn.Module) -> None:
             f"the plan rounds values at {listed(inside)} of a module that is not transformers', reached in its program "
             'alone; run it with mode "emulate", or plan it with values="none"'
         )
+
+
+def _with_values(
+    report: RunReport, rules: Mapping[ValueSite, ValueRule], planned: nn.Module, on_products: Collection[str] = ()
+) -> RunReport:
+    schemes = {site: rule.scheme.name for site, rule in rules.items()}
+    values, notes = value_runs(schemes, report.mode, planned, on_products)
+    return replace(report, values=values, notes=(*report.notes, *notes))
 
 
 def _rounds_values(plan: Plan) -> bool:
@@ -178,7 +188,7 @@ def _emulated(
     for name, weight in changed.items():
         planned.get_parameter(name).data = weight
     rounding = {site.name: rule for site in known if (rule := rules.get(site.name)) and rule.activations is not None}
-    report = emulated_report(plan, planned, known)
+    report = _with_values(emulated_report(plan, planned, known), values, planned)
     if rounding or values:
         fallbacks = value_fallbacks(values, fallback, report.counters, report.watch, torch.float32)
         inputs = _input_fallbacks(known, rounding, fallback, report)
@@ -222,7 +232,13 @@ class _Roundings:
     opened: dict[int, list[ExitStack]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> _Roundings:
-        return self  # rules never change, and every forward names its own module
+        # rules never change, and every forward names its own module; a copy of a model counts for itself
+        return replace(
+            self,
+            fallbacks=copy.deepcopy(self.fallbacks, memo),
+            inputs=copy.deepcopy(self.inputs, memo),
+            opened={},
+        )
 
     def begin(self, module: nn.Module, _: Any) -> None:
         """Start to round."""

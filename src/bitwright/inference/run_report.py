@@ -9,6 +9,7 @@ stand the plan's own: where they differ, a note says why.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,6 +42,18 @@ class SiteRun:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ValueRun:
+    """One value site as it runs: a cache, an operand of attention, a norm …"""
+
+    name: str
+    role: str
+    scheme: str
+    #: What computes or keeps it.
+    kernel: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
     """A model that runs under a plan."""
 
@@ -50,9 +63,12 @@ class RunReport:
     #: Why that dtype.
     dtype_reason: str
     device_type: str
+    #: Weight sites.
     sites: tuple[SiteRun, ...]
     #: Bytes of everything that is no site: norms, biases …
     other_bytes: int
+    #: Value sites that the plan rounds.
+    values: tuple[ValueRun, ...] = ()
     #: Anything a reader must know.
     notes: tuple[str, ...] = ()
     counters: RunCounters = field(default_factory=RunCounters)
@@ -78,16 +94,24 @@ class RunReport:
         rows = [("role", "scheme", "runs as", "sites", "bytes", "bytes in plan")]
         for (role, scheme, kernel, _), (count, num_bytes, plan_bytes) in self.groups().items():
             rows.append((role, scheme, kernel, str(count), f"{num_bytes:,}", f"{plan_bytes:,}"))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
+        lines = _in_columns(rows)
         lines += dict.fromkeys(f"{site.kernel}: {site.own_reason or site.reason}" for site in self.sites)
         passed_over: dict[str, dict[str, None]] = {}
         for site in self.sites:
             for reason in site.passed_over:
                 passed_over.setdefault(reason, {})[site.scheme] = None
         lines += [f"{reason} ({', '.join(schemes)})" for reason, schemes in passed_over.items()]
+        lines += self._value_lines()
         lines.append(f"computes in {spell_dtype(self.dtype)}: {self.dtype_reason}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _value_lines(self) -> list[str]:
+        """One line for each role, scheme and kernel of values, and below each reason once."""
+        if not self.values:
+            return []
+        counts = Counter((value.role, value.scheme, value.kernel) for value in self.values)
+        rows = [("values", "scheme", "runs as", "sites"), *((*key, str(count)) for key, count in counts.items())]
+        return [*_in_columns(rows), *dict.fromkeys(f"{value.kernel}: {value.reason}" for value in self.values)]
 
 
 def emulated_report(plan: Plan, planned: nn.Module, sites: Sequence[Site]) -> RunReport:
@@ -118,6 +142,11 @@ def emulated_report(plan: Plan, planned: nn.Module, sites: Sequence[Site]) -> Ru
         sites=tuple(runs),
         other_bytes=max(0, total - sum(run.bytes for run in runs)),
     )
+
+
+def _in_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
 
 
 def _aligned(row: tuple[str, ...], widths: list[int]) -> list[str]:

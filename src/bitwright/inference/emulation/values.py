@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -53,9 +53,16 @@ class ValueRule:
         """The static scale of an operand; None where it is found on every call, or there is none."""
         if not self.scheme.static:
             return None
-        if operand in OPERAND_BOUNDS:
+        if operand in OPERAND_BOUNDS and operand not in self.scales:
             return static_scale(self.scheme, operand, torch.ones(1))
         return self.scales[operand]
+
+    def on(self, device: torch.device, operands: Sequence[str]) -> ValueRule:
+        """The same with the scales of these operands on a device, so that no call has to bring them there."""
+        if not self.scheme.static:
+            return self
+        found = {operand: self.scale(operand) for operand in operands}
+        return replace(self, scales={name: scale.to(device) for name, scale in found.items() if scale is not None})
 
 
 #: (site, operand) → what happens where it overflows; those that cannot are not there.

@@ -12,6 +12,7 @@ is rounded and it holds codes, attention runs as the model has it; without a cac
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -34,8 +35,8 @@ _CACHE_PARTS = ("k_cache", "v_cache")
 
 def round_values_of(
     planned: nn.Module, rules: Mapping[ValueSite, ValueRule], sites: Sequence[Site], fallbacks: Fallbacks
-) -> None:
-    """Have a packed model round its values from now on.
+) -> frozenset[str]:
+    """Have a packed model round its values from now on; return the sites that are rounded behind a packed product.
 
     Args:
         planned: from `packed_model`.
@@ -43,7 +44,8 @@ def round_values_of(
         sites: the weight sites of the model as loaded.
         fallbacks: what happens to tokens that overflow; those that are not there saturate.
     """
-    by_name = {site.name: rule for site, rule in rules.items()}
+    device = next(planned.parameters()).device
+    by_name = {site.name: rule.on(device, site.operands) for site, rule in rules.items()}
     hooked = set()
     for name, of_product in products_of(planned, sites).items():
         modules = _packed_modules(planned, of_product)
@@ -56,6 +58,7 @@ def round_values_of(
         hooks = ValueHooks(rules=rest, sites=sites, fallbacks=fallbacks)
         planned.register_forward_pre_hook(hooks.begin, with_kwargs=True)
         planned.register_forward_hook(hooks.end, always_call=True)
+    return frozenset(hooked)
 
 
 def _packed_modules(planned: nn.Module, sites: Sequence[Site]) -> list[nn.Module]:
@@ -94,7 +97,8 @@ class ValueHooks:
     opened: dict[int, list[ExitStack]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> ValueHooks:
-        return self  # rules never change, and every forward names its own module
+        # rules never change, and every forward names its own module; a copy of a model counts for itself
+        return ValueHooks(rules=self.rules, sites=self.sites, fallbacks=copy.deepcopy(self.fallbacks, memo))
 
     @torch.compiler.disable
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
