@@ -191,25 +191,30 @@ def test_newer_schema(folder: Path):
         load_plan(folder)
 
 
-#: Written by the version of this program that wrote schema 1.
-SCHEMA_1 = Path(__file__).with_name("plan_of_schema_1.json")
+#: Written by the versions of this program that wrote these schemas.
+OLD_SCHEMAS = {version: Path(__file__).with_name(f"plan_of_schema_{version}.json") for version in (1, 2)}
 
 
-def test_a_plan_of_the_first_schema_is_read_in_this_one():
-    old = json.loads(SCHEMA_1.read_text(encoding="utf-8"))
-    plan = load_plan(SCHEMA_1)
-    assert plan.schema_version == SCHEMA_VERSION
+@pytest.mark.parametrize("version", OLD_SCHEMAS)
+def test_a_plan_of_an_old_schema_is_read_in_this_one(version: int):
+    old = json.loads(OLD_SCHEMAS[version].read_text(encoding="utf-8"))
+    plan = load_plan(OLD_SCHEMAS[version])
+    assert old["schema_version"] == version and plan.schema_version == SCHEMA_VERSION
     assert [site.name for site in plan.sites] == [site["name"] for site in old["sites"]]
-    assert plan.budget.limits == {name: value for name, value in old["budget"].items() if value is not None}
+    limits = {name: value for name, value in old["budget"].items() if name in plan.budget.limits and value is not None}
+    assert plan.budget.limits == limits != {}
     assert plan.measured is not None and plan.measured.kl.mean == old["measured"]["kl"]["mean"]
-    assert plan.workload == Workload() and plan.uniform == () and plan.limit_studies == ()
+    if version == 1:
+        assert plan.workload == Workload() and plan.uniform == () and plan.limit_studies == ()
+    assert plan.tensor_hashes == {}
     assert parse_plan(plan.to_json()) == plan
 
 
-def test_an_old_plan_is_as_safe_as_a_new_one(tmp_path: Path):
+@pytest.mark.parametrize("version", OLD_SCHEMAS)
+def test_an_old_plan_is_as_safe_as_a_new_one(version: int, tmp_path: Path):
     """A changed byte breaks the content hash; with that mended, a changed choice breaks its own decision hash."""
     changed = tmp_path / "plan.json"
-    text = SCHEMA_1.read_text(encoding="utf-8")
+    text = OLD_SCHEMAS[version].read_text(encoding="utf-8")
     changed.write_text(text.replace('"scheme": "bf16"', '"scheme": "int8_w"', 1), encoding="utf-8")
     with pytest.raises(PlanError, match="not what was written"):
         load_plan(changed)

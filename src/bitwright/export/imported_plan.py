@@ -18,7 +18,7 @@ import numpy as np
 from bitwright import hardware
 from bitwright.export.importer import Found, Taken
 from bitwright.inference import input_tensors_of, tensors_of
-from bitwright.models.loaded import LoadedModel
+from bitwright.models.loaded import LoadedModel, hash_each_weight
 from bitwright.plan import Budget, ModelInfo, Plan, Run, SearchOptions, SiteChoice, TextInfo
 from bitwright.quantize import SCHEMES, TRANSFORMS
 from bitwright.quantize.fitted import Fitted
@@ -89,6 +89,7 @@ def plan_of(
         model=ModelInfo(
             name=reference.name, hash=reference.hash, params=reference.num_parameters, notes=reference.notes
         ),
+        tensor_hashes=hash_each_weight(reference.model),
         hardware=device.name,
         hardware_reason=reason,
         task="text" if reference.pooling is None else "embedding",

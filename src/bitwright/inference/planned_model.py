@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import nn
 
 from bitwright.errors import PlanError
 from bitwright.models.load import load
-from bitwright.models.loaded import LoadedModel
+from bitwright.models.loaded import LoadedModel, hash_each_weight
 from bitwright.models.sites import Site, find_sites
 from bitwright.plan import Plan
 
@@ -61,25 +61,42 @@ def _site_file(plan: Plan) -> str | None:
 
 
 def raise_if_other_model(plan: Plan, loaded: LoadedModel, sites: Sequence[Site]) -> None:
-    """Raise PlanError unless a plan was made for these weights: which tensors differ, as far as a plan can tell.
+    """Raise PlanError unless a plan was made for these weights: which tensors differ, as far as the plan can tell.
 
-    A plan holds one hash of all weights, and names and shapes of its sites.
+    A plan holds a hash of all weights and one of each, and names and shapes of its sites; plans of schemas before 3
+    have none of single tensors.
     """
     if plan.model.hash == loaded.hash:
         return
-    found = {site.name: site.shape for site in sites}
-    wanted = {choice.name: choice.shape for choice in plan.sites if choice.kind == "weight"}
-    differing = [f"{name} is not in it" for name in wanted if name not in found]
-    differing += [
-        f"{name} is {list(found[name])} instead of {list(shape)}"
-        for name, shape in wanted.items()
-        if found.get(name, shape) != shape
-    ]
-    if not differing:
-        differing = [f"the shapes of all {len(wanted)} tensors agree, their values do not"]
+    differing = [*_other_shapes(plan, sites), *_other_values(plan, loaded)]
+    listed = "; ".join(differing[:_NAMED])
     more = f"; and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+    if not differing:
+        listed = f"the shapes of all {sum(c.kind == 'weight' for c in plan.sites)} tensors agree, their values do not"
     raise PlanError(
         f"the weights of {loaded.name!r} (hash {loaded.hash[:12]}) are not those that the plan was made for "
-        f"({plan.model.name!r}, hash {plan.model.hash[:12]}): {'; '.join(differing[:_NAMED])}{more}; give the right "
-        "model with --model, or plan anew"
+        f"({plan.model.name!r}, hash {plan.model.hash[:12]}): {listed}{more}; give the right model with --model, or "
+        "plan anew"
     )
+
+
+def _other_shapes(plan: Plan, sites: Sequence[Site]) -> Iterator[str]:
+    """Sites that are not there, or are of another shape."""
+    found = {site.name: site.shape for site in sites}
+    for choice in plan.sites:
+        if choice.kind == "weight" and choice.name not in found:
+            yield f"{choice.name} is not in it"
+        elif choice.kind == "weight" and found[choice.name] != choice.shape:
+            yield f"{choice.name} is {list(found[choice.name])} instead of {list(choice.shape)}"
+
+
+def _other_values(plan: Plan, loaded: LoadedModel) -> Iterator[str]:
+    """Tensors of the plan with other values, with their number before the first, and those that it does not have."""
+    if not plan.tensor_hashes:
+        return
+    found = hash_each_weight(loaded.model)
+    differing = [name for name, known in plan.tensor_hashes.items() if name in found and found[name] != known]
+    for place, name in enumerate(differing):
+        count = f"{len(differing)} of {len(plan.tensor_hashes)} tensors have other values: " if place == 0 else ""
+        yield f"{count}{name}"
+    yield from (f"{name} is not in the plan" for name in found if name not in plan.tensor_hashes)

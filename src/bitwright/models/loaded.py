@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bitwright.errors import ModelError
 from bitwright.models.grid import detect_grid
@@ -120,6 +120,17 @@ def hash_weights(model: nn.Module) -> str:
         digest.update(f"{name} {list(parameter.shape)}\n".encode())
         digest.update(parameter.detach().float().contiguous().numpy().reshape(-1).view("u1").data)
     return digest.hexdigest()
+
+
+def hash_each_weight(model: nn.Module) -> dict[str, str]:
+    """Parameter → the first 16 hex digits of SHA-256 over its shape and fp32 bytes: enough to tell two apart."""
+    return {name: _hash_weight(parameter) for name, parameter in sorted(model.named_parameters())}
+
+
+def _hash_weight(parameter: Tensor) -> str:
+    digest = hashlib.sha256(f"{list(parameter.shape)}\n".encode())
+    digest.update(parameter.detach().float().contiguous().numpy().reshape(-1).view("u1").data)
+    return digest.hexdigest()[:16]
 
 
 def raise_if_not_finite(model: nn.Module, name: str) -> None:

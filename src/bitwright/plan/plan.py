@@ -49,7 +49,7 @@ from bitwright.plan.schema import (
 from bitwright.plan.workload import Workload
 
 #: The version this program writes, and the newest it reads.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 #: Fields of a site that are its identity and the choice made there; the rest is evidence.
 _DECIDED_SITE_FIELDS = frozenset(
@@ -68,8 +68,11 @@ class Plan(Record):
     or ``met`` stands beside a missed limit.
     """
 
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     model: ModelInfo
+    #: Parameter of the model → hash of its fp32 values (`models.loaded.hash_each_weight`); empty in plans of older
+    #: schemas. They say which tensors of another model differ.
+    tensor_hashes: Mapping[str, str] = Field(default_factory=dict)
     #: Canonical device name.
     hardware: str
     #: Why this device: asked for, or how it was detected.

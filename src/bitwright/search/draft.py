@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from bitwright.models import Site
+from bitwright.models.loaded import hash_each_weight
 from bitwright.models.value_sites import ValueSite
 from bitwright.plan import (
     FrontierPoint,
@@ -72,6 +73,7 @@ def draft_plan(
             params=subject.loaded.num_parameters,
             notes=subject.loaded.notes,
         ),
+        tensor_hashes=hash_each_weight(subject.loaded.model),
         hardware=settings.device.name,
         hardware_reason=settings.device_reason,
         task=settings.task,
