@@ -213,6 +213,51 @@ def sharp_gpt() -> TinyGPT:
     return gpt
 
 
+class Stock(nn.Module):
+    """Layers of torch itself, and an MLP whose names say nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, activation="gelu", norm_first=True)
+        self.body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.more = nn.Sequential(nn.Linear(16, 24), nn.ReLU(inplace=True), nn.Linear(24, 16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        length = ids.shape[1]
+        future = torch.full((length, length), float("-inf")).triu(1)
+        x = self.body(self.tok(ids), mask=future, is_causal=True)
+        x += self.more(x)
+        return self.head(x)
+
+
+def test_layers_of_torch_show_all_their_values() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = Stock().eval()
+    model: Any = plain_model(module).model
+    layer = "body.layers.0"
+    inside = [f"{layer}.self_attn:{part}" for part in ("qk", "softmax", "softmax_sum", "pv", "output")]
+    mlp = [f"{layer}.norm2:norm", f"{layer}:up", f"{layer}:act", f"{layer}:down", "more:up", "more:act", "more:down"]
+    found = find_value_sites(model)
+    expected = [f"{layer}.norm1:norm", *inside, f"{layer}:residual", *mlp, ":residual"]
+    assert [site.name for site in found] == expected
+    seen: dict[tuple[str, str], Tensor] = {}
+
+    def note(name: str, operand: str, value: Tensor) -> Tensor:
+        seen[name, operand] = value
+        return value
+
+    with torch.no_grad(), ValueCalls(model, note):
+        torch.testing.assert_close(model(input_ids=IDS).logits, module(IDS))
+    # what the module writes over afterwards (ReLU in place, +=) stays as it was seen
+    up: Any = module.more[0]
+    x = seen[f"{layer}:residual", "h"]
+    torch.testing.assert_close(seen["more:up", "y"], up(x))
+    torch.testing.assert_close(seen[":residual", "h"], x + module.more(x))
+    assert values_left_out(model, {"mlp.up", "mlp.act", "attn.qk", "norm"}) == ()
+
+
 def test_a_plain_module_is_planned_with_all_its_values(tiny_tokenizer: Any, tmp_path: Path) -> None:
     loaded = plain_model(sharp_gpt(), tokenizer=tiny_tokenizer, name="own")
     names = ("int4_g32", "int8_w", "bf16_values", "int8_token", "fp8_e4m3_head", "fp8_e4m3_unit")

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Interpreter, Node
 
@@ -54,6 +55,8 @@ class GraphRun:
     parts: Mapping[str, Mapping[str, str]]
     #: Role, and what of it is no site although the program computes it.
     left_out: tuple[tuple[str, str], ...]
+    #: Whether operators write into tensors that they read, as `+=` does: what is offered is then a copy of its own.
+    mutates: bool
 
     def __deepcopy__(self, memo: Any) -> GraphRun:
         return self  # holds no weights: they are those of the module that it runs
@@ -113,6 +116,7 @@ class GraphRun:
             values=tuple(values),
             parts=parts,
             left_out=left_out,
+            mutates=any(_is_mutable(node) for node in program.graph.nodes),
         )
         run._check(module, call, vocabulary)
         return run
@@ -162,6 +166,10 @@ class GraphRun:
                     raise ModelError(f"its program computes something else than it does on ids of shape {list(shape)}")
 
 
+def _is_mutable(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and bool(node.target._schema.is_mutable)
+
+
 class _Running(Interpreter):
     """One run of a program."""
 
@@ -180,6 +188,10 @@ class _Running(Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
 
         def offer(part: str, operand: str, value: Tensor) -> Tensor:
-            return self._offer(wanted[part], operand, value) if part in wanted else value
+            if part not in wanted:
+                return value
+            if not self._run.mutates:
+                return self._offer(wanted[part], operand, value)
+            return self._offer(wanted[part], operand, value.clone()).clone()
 
         return compute(n, places_of(n, wanted), offer, args, kwargs)

@@ -7,7 +7,8 @@
     act                     an activation function
     norm                    layer_norm, rms_norm, or x · rsqrt(mean x²) · gain written out
     residual                x + f(x), with a weight somewhere in f
-    gate, up, gate_up, down, logits             products, by the role of their weight
+    gate, up, gate_up, down, logits             products, by the role of their weight; where its name says nothing, up
+                                                feeds an activation function and down reads one
 
 scaled_dot_product_attention is the first five in one operator. Names are those of `value_sites.py`, "<module>:<part>",
 with the module around the operator; several operators of one module and part are one site, if their values have one
@@ -53,6 +54,7 @@ _ELEMENTWISE = overloads(
 )
 _CHOICES = overloads("where")
 _SUMS = overloads("add", "add_")
+_MULTIPLICATIONS = overloads("mul", "mul_")
 #: Parts of a fused attention.
 _FUSED_PARTS = ("qk", "softmax", "softmax_sum", "pv", "output")
 
@@ -126,7 +128,8 @@ def _found(
 
 def _parts_of(node: Node, products: Mapping[str, Sequence[Site]], constants: set[str]) -> Iterator[str]:
     if node.name in products:
-        parts = {PRODUCT_PARTS.get(site.role) for site in products[node.name]} - {None}
+        roles = {site.role for site in products[node.name]}
+        parts = {_beside_act(node) if role == "other" else PRODUCT_PARTS.get(role) for role in roles} - {None}
         yield from ({"gate_up"} if parts == {"gate", "up"} else parts)  # type: ignore[misc]
     elif node.target in FUSED_ATTENTIONS:
         yield from _FUSED_PARTS
@@ -138,12 +141,25 @@ def _parts_of(node: Node, products: Mapping[str, Sequence[Site]], constants: set
             yield "qk"
         elif any(is_probabilities(operand) for operand in node.all_input_nodes):
             yield from ("pv", "output")
-    elif node.target in ACTIVATION_FUNCTIONS or _ends_activation_module(node):
+    elif _is_act(node):
         yield "act"
     elif node.target in NORMS or ends_written_norm(node, constants):
         yield "norm"
     elif node.target in _SUMS and _is_residual(node, products):
         yield "residual"
+
+
+def _beside_act(node: Node) -> str | None:
+    """Which product of an MLP one is whose name says nothing: it feeds an activation function, or reads one."""
+    if _reaches(node, _is_act, LOOKS_LIKE_ITSELF):
+        return "up"
+    operands = [origin_of(operand) for operand in node.all_input_nodes]
+    gated = [origin_of(factor) for x in operands if x.target in _MULTIPLICATIONS for factor in x.all_input_nodes]
+    return "down" if any(_is_act(found) for found in (*operands, *gated)) else None
+
+
+def _is_act(node: Node) -> bool:
+    return node.target in ACTIVATION_FUNCTIONS or _ends_activation_module(node)
 
 
 def _ends_activation_module(node: Node) -> bool:

@@ -6,7 +6,7 @@ habit is one more row here. What no row matches keeps its name and gets the role
 
 Sources: the modelling files of transformers 5.24 (llama, qwen2/3, gemma, mistral, phi/phi3, gpt2, gpt_neo, gpt_neox,
 gptj, opt, bloom, falcon, mpt, dbrx, mixtral, qwen3_moe, gpt_oss, granitemoe; encoders: bert, roberta, electra, mpnet,
-distilbert, modernbert).
+distilbert, modernbert); torch/nn/modules/transformer.py and activation.py of torch 2.13.
 """
 
 from __future__ import annotations
@@ -76,6 +76,10 @@ LINEAR_ROLES: tuple[tuple[str, str], ...] = (
     ("ffn.lin2", "mlp.down"),
     ("mlp.Wi", "mlp.gate_up"),
     ("mlp.Wo", "mlp.down"),
+    # torch.nn.MultiheadAttention, and torch.nn.TransformerEncoderLayer around it
+    ("in_proj_weight", "attn.qkv"),
+    ("linear1", "mlp.up"),
+    ("linear2", "mlp.down"),
 )
 
 #: (name of a 3-D parameter [experts, ., .], short name in a site, role): one site per expert.
