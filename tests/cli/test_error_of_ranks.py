@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from bitwright.cli import main
+from bitwright.cli import error_of_ranks, main
 from bitwright.cli.error_of_ranks import tell_among
 
 
@@ -56,6 +56,23 @@ def test_a_store_that_is_gone_hides_nothing() -> None:
     lines: list[str] = []
     tell_among(Gone(), 1, 2, "no such file", write=lines.append)
     assert lines == ["error on rank 1 of 2: no such file"]
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stopped:
+        def set(self, *_: object) -> None:
+            threading.Event().wait()
+
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(error_of_ranks, "WAIT_S", 0.05)
+    monkeypatch.setattr(error_of_ranks, "_connect", lambda *_: Stopped())
+    started = time.monotonic()
+    error_of_ranks.tell_error("no such file")
+    assert time.monotonic() - started < 5
+    assert capsys.readouterr().err == "error on rank 1 of 2: no such file\n"
 
 
 @pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "1", "RANK": "0"}, {"WORLD_SIZE": "2", "RANK": "1"}])

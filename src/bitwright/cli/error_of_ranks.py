@@ -6,13 +6,14 @@
 Ranks learn of each other's errors from the store of the rendezvous, which works whatever state the backend is in: each
 puts its sentence there, waits for the others (a few seconds: most of them may be well), and tells what no rank before
 it tells. None leaves before all who failed with it have told theirs, since torchrun ends all processes with the first
-that ends.
+that ends. A store that does not answer (whoever keeps it was stopped) is asked aside, and not waited for without end.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -30,6 +31,15 @@ def tell_error(sentence: str) -> None:
         _write(f"error: {sentence}")
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # to connect, to wait for others that fail, and to wait for them to tell
+    asking = threading.Thread(target=_ask_and_tell, args=(rank, size, sentence), daemon=True)
+    asking.start()
+    asking.join(4 * WAIT_S)
+    if asking.is_alive():
+        _write(word_error(sentence, [rank], size))
+
+
+def _ask_and_tell(rank: int, size: int, sentence: str) -> None:
     try:
         store = _connect(rank, size)
     except RuntimeError:
@@ -37,7 +47,7 @@ def tell_error(sentence: str) -> None:
         return
     # torchrun starts processes again where it is told to
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    tell_among(store, rank, size, sentence, prefix=f"bitwright/{attempt}/")
+    tell_among(store, rank, size, sentence, prefix=f"bitwright/{attempt}/", wait_s=WAIT_S)
 
 
 def tell_among(
