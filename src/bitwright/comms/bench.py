@@ -33,6 +33,8 @@ from bitwright.comms.wire_bytes import BUS_FACTORS
 from bitwright.errors import CommsError, UnknownName
 
 LIBRARY = "library"
+#: Collectives whose data are a shard for each rank.
+_SHARED_OUT = ("all_gather", "reduce_scatter", "all_to_all")
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Seconds of measuring that a size is given, and most repetitions of it.
 _TARGET_S = 0.3
@@ -191,7 +193,8 @@ def run_bench(settings: BenchSettings, peers: Peers, on_row: Callable[[Measureme
         for size in settings.sizes:
             count = _count(op, size, wire_format(dtype), peers.size)
             if count == 0:
-                reason = f"they do not make a number for each of {peers.size} ranks"
+                shared = f"a number for each of {peers.size} ranks" if op in _SHARED_OUT else "one number"
+                reason = f"they do not make {shared}"
                 left_out.append(LeftOut(what=f"{_spelled(op, dtype, algorithm)}, {size} bytes", reason=reason))
                 continue
             row = _measure(op, dtype, algorithm, count, settings, peers, schedules.get((op, algorithm)))
@@ -205,7 +208,7 @@ def run_bench(settings: BenchSettings, peers: Peers, on_row: Callable[[Measureme
 def _count(op: str, size: int, wire: WireFormat, num_ranks: int) -> int:
     """Numbers in so many bytes; of what is cut into shards, as many for each rank."""
     count = size * 8 // formats.FORMATS[wire.scheme.format].bits
-    return count - count % num_ranks if op in ("all_gather", "reduce_scatter", "all_to_all") else count
+    return count - count % num_ranks if op in _SHARED_OUT else count
 
 
 def _measure(
@@ -307,7 +310,7 @@ def _schedule(made: Schedule, given: Tensor, wire: WireFormat) -> Callable[[], T
 def _library(op: str, given: Tensor, wire: WireFormat) -> Callable[[], Tensor]:
     n, rank = dist.get_world_size(), dist.get_rank()
     x = given.to(_TYPES[wire.name])
-    shard = x.chunk(n)[rank].clone()
+    shard = x.tensor_split(n)[rank].clone()  # empty on some ranks, of fewer numbers than ranks
 
     def run() -> Tensor:
         match op:

@@ -113,7 +113,7 @@ def _one_dtype(paths: Sequence[Path], contents: Sequence[_File], asked: str | No
         )
     if any(len(found) > 1 for found in by_file):
         several = next(found for found in by_file if len(found) > 1)
-        raise CommsError(f"times of {' and '.join(several)} do not make one curve; choose one: --dtype {everywhere[0]}")
+        raise CommsError(f"times of {', '.join(several)} do not make one curve; choose one: --dtype {everywhere[0]}")
     return everywhere[0]
 
 
