@@ -13,8 +13,8 @@ pieces on many ranks (FSDP2), each rank writes its pieces of everything, `model.
 Everything is read and compared before anything is changed: the bytes of every file, the policy field by field, names
 and shapes of the model, class and groups of the optimizer, the data. Of many processes all load, or none.
 
-Where gradients travel in blocks with scales (`comms/hooks.py`), DDP lays out the first bucket of a process anew, so that
-a run that goes on may differ in last bits from one that never stopped; what is owed is not lost.
+Where gradients travel in blocks with scales (`comms/hooks.py`), DDP lays out the first bucket of a process anew, so a
+run that goes on may differ in last bits from one that never stopped; what is owed is not lost.
 
 Rejected: torch.distributed.checkpoint. It can lay pieces out anew for another number of ranks, but is pickled metadata
 and a folder that can be half there.
