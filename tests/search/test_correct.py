@@ -84,11 +84,18 @@ def test_a_total_that_is_no_positive_number_says_nothing(site_sum: float, measur
 
 
 def test_factors_lie_between_the_probe_and_the_common_mean() -> None:
-    """ln factors −ln 2 and +ln 2 have the mean 0; trust is 0.25 / (0.25 + 0.0225) = 0.917."""
+    """ln factors −ln 2 and +ln 2: mean 0, sample variance 2 ln² 2 = 0.9609, of which one probe's error is 0.0225."""
     factors = fit_roles([probe("attn.q", 0.02, 0.01), probe("attn.v", 0.02, 0.04)]).role_factors
-    assert factors["attn.q"] == pytest.approx(2 ** (-0.9174), rel=1e-3)
-    assert factors["attn.v"] == pytest.approx(2**0.9174, rel=1e-3)
+    trust = (0.9609 - 0.0225) / 0.9609
+    assert factors["attn.q"] == pytest.approx(2 ** (-trust), rel=1e-4)
+    assert factors["attn.v"] == pytest.approx(2**trust, rel=1e-4)
     assert fit_roles([probe("attn.q", 0.02, 0.03)]).role_factors["attn.q"] == pytest.approx(1.5)
+
+
+def test_roles_that_differ_by_less_than_probes_err_have_one_factor() -> None:
+    """Ratios of 0.9 and 1.1: variance of logarithms 0.0201, below 0.15² = 0.0225; both get the geometric mean."""
+    factors = fit_roles([probe("attn.q", 0.02, 0.018), probe("attn.v", 0.02, 0.022)]).role_factors
+    assert factors == {role: pytest.approx(math.sqrt(0.99)) for role in ("attn.q", "attn.v")}
 
 
 def test_where_experts_are_chosen_factors_are_those_of_smooth_parts() -> None:
@@ -119,6 +126,16 @@ def test_each_role_is_probed_with_the_choice_nearest_to_the_aim() -> None:
     }
     probes = choose_role_probes(sites, scores, (fine, coarse, broken))
     assert probes == {"attn.q": {"a0": coarse, "a1": coarse}, "mlp.up": {"b": fine}}
+
+
+def test_of_the_roundings_of_a_scheme_the_best_is_probed() -> None:
+    nearest, fed_back, fine = (
+        Candidate(scheme="int4_g32"),
+        Candidate(scheme="int4_g32", rounding="gradient_aware"),
+        Candidate(scheme="int8_w"),
+    )
+    scores = {"a": {nearest: PROBE_KL, fed_back: PROBE_KL / 3, fine: PROBE_KL / 50}}
+    assert choose_role_probes([site("a", "attn.q")], scores, (nearest, fed_back, fine)) == {"attn.q": {"a": fed_back}}
 
 
 def test_a_choice_that_rounds_the_input_is_probed_on_the_whole_fused_matrix() -> None:
