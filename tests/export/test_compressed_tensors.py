@@ -187,7 +187,7 @@ def test_caches_get_their_scales(loaded: LoadedModel, tmp_path: Path) -> None:
     sites = [site for site in find_value_sites(loaded.model) if site.role == "kv_cache"]
     for scheme, strategy, shape in (("fp8_e4m3_tensor", "tensor", (1,)), ("fp8_e4m3_head", "attn_head", (4, 1, 1))):
         size = 1 if VALUE_SCHEMES[scheme].axis == "tensor" else 4
-        scales = {f"{site.name}/scale": np.arange(1, 1 + size, dtype=np.float32) for site in sites}
+        scales = {f"{site.name}/scale": np.arange(2, 2 + size, dtype=np.float32) for site in sites}
         plan = plan_of([choice(site, scheme) for site in sites], scales)
         plan = plan.replace(model=plan.model.model_copy(update={"hash": loaded.hash}))
         out = tmp_path / scheme
@@ -195,7 +195,7 @@ def test_caches_get_their_scales(loaded: LoadedModel, tmp_path: Path) -> None:
         args = stored_json(out)["quantization_config"]["kv_cache_scheme"]
         assert args == {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}
         stored = stored_tensors(out)["model.layers.1.self_attn.v_scale"]
-        assert stored.shape == shape and stored.flatten().tolist() == list(range(1, 1 + size))
+        assert stored.shape == shape and stored.flatten().tolist() == list(range(2, 2 + size))
 
 
 def test_factors_go_into_the_norms(loaded: LoadedModel, tmp_path: Path) -> None:
