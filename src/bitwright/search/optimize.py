@@ -21,6 +21,7 @@ from bitwright.search.learn_choices import learn_scores
 from bitwright.search.limits import judge, quantity_of, value_of
 from bitwright.search.measure import PREDICTED_BEFORE, Meter
 from bitwright.search.mend import mend
+from bitwright.search.overflow_risk import risk_of
 from bitwright.search.pareto import pareto_front
 from bitwright.search.probe import measure_roles, probe
 from bitwright.search.progress import Progress, Silent
@@ -218,9 +219,8 @@ def _prove(plan: Plan, subject: Subject, refined: Refined, progress: Progress) -
         name: value_of(name, totals[quantity_of(name)], subject.prices)
         for name in plan.budget.limits.keys() - QUALITY_LIMITS
     }
-    # counted while the final text ran, per million of all values as the limit is
-    share = subject.prices.num_rounded(mended.assignment) / max(1, subject.prices.num_values)
-    values["max_overflow_risk"] = share * (measured.overflows or 0.0)
+    # counted while the final text ran
+    values["max_overflow_risk"] = risk_of(subject.prices, mended.assignment, measured.overflows or 0.0)
     limits = judge(plan.budget.limits, {**values, **measured.quality})
     whole_plan = Prediction(
         what=f"the plan, on the final text{PREDICTED_BEFORE if refined.codes else ''}",
