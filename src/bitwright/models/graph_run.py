@@ -35,8 +35,6 @@ from bitwright.models.graph_values import find_graph_values, graph_values_left_o
 from bitwright.models.sites import Site
 from bitwright.models.value_sites import ValueSite
 
-#: Sequences and tokens of the texts on which a program is held against its module.
-_CHECKED_SHAPES = ((1, 1), (3, 5))
 _TOLERANCE = 1e-3
 
 
@@ -118,7 +116,7 @@ class GraphRun:
             left_out=left_out,
             mutates=any(_is_mutable(node) for node in program.graph.nodes),
         )
-        run._check(module, call, vocabulary)
+        run._check(module, call, vocabulary, [(1, 1), (ids.shape[0] + 1, max(1, ids.shape[1] - 1))])
         return run
 
     def logits(self, module: nn.Module, ids: Tensor, offer: Offer, names: Collection[str] | None) -> Tensor:
@@ -143,8 +141,14 @@ class GraphRun:
         found: Tensor = logits
         return found
 
-    def _check(self, module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], vocabulary: int) -> None:
-        """Raise ModelError where the program is not what the module computes on texts of any size."""
+    def _check(
+        self,
+        module: nn.Module,
+        call: Callable[[nn.Module, Tensor], Tensor],
+        vocabulary: int,
+        shapes: Sequence[tuple[int, int]],
+    ) -> None:
+        """Raise ModelError where the program is not what the module computes on ids of some shapes."""
         given = next(node for node in self.module.graph.nodes if node.name == self.ids)
         sizes = list(given.meta["val"].shape)
         if any(isinstance(size, int) for size in sizes):
@@ -154,7 +158,7 @@ class GraphRun:
             )
         device = next(module.parameters()).device
         with torch.no_grad():
-            for shape in _CHECKED_SHAPES:
+            for shape in shapes:
                 ids = torch.arange(prod(shape), device=device).reshape(shape) % vocabulary
                 try:
                     found = self.logits(module, ids, lambda _, __, value: value, ())
