@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bitwright.models.sites import Site
@@ -53,6 +53,7 @@ def test_the_latest_total_is_met_exactly(points: list[tuple[float, float]], at: 
 
 
 @given(totals, positive, positive, laws)
+@example([(10.0, 1.0), (0.1, 1.0 - 6e-16)], 1.0, 1.0, Jumps())  # level: no sum can be told from such totals
 def test_totals_rise_and_have_an_inverse(points: list[tuple[float, float]], a: float, b: float, jumps: Jumps) -> None:
     correction = with_totals(points, jumps)
     low, high = sorted((a, b))
@@ -96,6 +97,17 @@ def test_roles_that_differ_by_less_than_probes_err_have_one_factor() -> None:
     """Ratios of 0.9 and 1.1: variance of logarithms 0.0201, below 0.15² = 0.0225; both get the geometric mean."""
     factors = fit_roles([probe("attn.q", 0.02, 0.018), probe("attn.v", 0.02, 0.022)]).role_factors
     assert factors == {role: pytest.approx(math.sqrt(0.99)) for role in ("attn.q", "attn.v")}
+
+
+def test_values_that_stray_say_nothing_of_weights() -> None:
+    """Three roles of weights within a probe's error have one factor, beside values that are off by five."""
+    weights = [probe("attn.q", 0.02, 0.018), probe("attn.k", 0.02, 0.02), probe("attn.v", 0.02, 0.022)]
+    stray = [probe("norm values", 0.01, 0.01), probe("residual values", 0.001, 0.005)]
+    values = [dataclasses.replace(p, of_values=True) for p in stray]
+    factors = fit_roles([*weights, *values]).role_factors
+    assert {role: factors[role] for role in ("attn.q", "attn.k", "attn.v")} == fit_roles(weights).role_factors
+    assert factors["attn.q"] == factors["attn.v"]
+    assert factors["norm values"] < 1.2 < 4 < factors["residual values"]
 
 
 def test_where_experts_are_chosen_factors_are_those_of_smooth_parts() -> None:

@@ -4,7 +4,8 @@ A second-order prediction is off by a factor that depends on the role (softmax d
 and by another for many errors at once (they interact, and KL saturates). Both are measured, not assumed:
 
     role      all sites of one role at a time take one scheme, and the KL is measured:
-              factor_role = measured / predicted, drawn towards the mean of all roles as far as one probe can err:
+              factor_role = measured / predicted, drawn towards the mean of all roles (of weights, and of values) as
+              far as one probe can err:
               log factor = mean + τ² / (τ² + ε²) · (log ratio − mean), τ² = max(0, variance of log ratios − ε²)
     total     a few whole assignments along the front are measured; between them log KL_total is interpolated in log Σ,
               and beyond them it goes on in proportion
@@ -46,6 +47,8 @@ from bitwright.search.score import Scores
 PROBE_KL = 0.03
 #: Standard deviation of log(measured / predicted) of one probe: the text's noise, and what the second order leaves out.
 _PROBE_ERROR = 0.15
+#: Totals that differ by less are level: no sum could be told from them.
+_LEAST_RISE = 1.001
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +61,8 @@ class Probe:
     scheme: str
     predicted: float
     measured: float
+    #: Sites of values, not of weights.
+    of_values: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +100,8 @@ class Correction:
         """
         if not (site_sum > 0 and measured > 0):
             return self
-        kept = [(s, m) for s, m in self.totals if (s < site_sum and m < measured) or (s > site_sum and m > measured)]
+        low, high = measured / _LEAST_RISE, measured * _LEAST_RISE
+        kept = [(s, m) for s, m in self.totals if (s < site_sum and m < low) or (s > site_sum and m > high)]
         return replace(self, totals=tuple(sorted([*kept, (site_sum, measured)])))
 
 
@@ -148,15 +154,21 @@ def choose_role_probes(
 
 
 def fit_roles(probes: Sequence[Probe], jumps: Jumps | None = None) -> Correction:
-    """Factors of all roles, each drawn towards the common mean by how much one probe can err."""
+    """Factors of all roles, each drawn towards the mean of its kind by how much one probe can err."""
     jumps = jumps if jumps is not None else Jumps()
-    usable = [probe for probe in probes if probe.predicted > 0 and probe.measured > 0]
-    ratios = {probe.role: math.log(jumps.smooth(probe.measured) / probe.predicted) for probe in usable}
+    factors: dict[str, float] = {}
+    for of_values in (False, True):
+        usable = [p for p in probes if p.of_values == of_values and p.predicted > 0 and p.measured > 0]
+        factors |= _drawn_to_mean({p.role: math.log(jumps.smooth(p.measured) / p.predicted) for p in usable})
+    return Correction(role_factors=factors, jumps=jumps)
+
+
+def _drawn_to_mean(ratios: Mapping[str, float]) -> dict[str, float]:
+    """Role → factor, from logarithms of measured over predicted."""
     if not ratios:
-        return Correction(role_factors={}, jumps=jumps)
+        return {}
     mean = sum(ratios.values()) / len(ratios)
     variance = sum((ratio - mean) ** 2 for ratio in ratios.values()) / max(1, len(ratios) - 1)
     apart = max(0.0, variance - _PROBE_ERROR**2)
     trust = apart / (apart + _PROBE_ERROR**2)
-    factors = {role: math.exp(mean + trust * (ratio - mean)) for role, ratio in ratios.items()}
-    return Correction(role_factors=factors, jumps=jumps)
+    return {role: math.exp(mean + trust * (ratio - mean)) for role, ratio in ratios.items()}

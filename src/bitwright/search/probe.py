@@ -37,10 +37,9 @@ def probe(
     everywhere: tuple[AnySite, ...] = (*subject.sites, *subject.value_sites)
     scored = [site for site in everywhere if site.name in learned.scores]
     of_values = [site for site in scored if site.kind != "weight"]
-    role_probes = {
-        **choose_role_probes([s for s in scored if s.kind == "weight"], learned.scores, settings.candidates),
-        **choose_role_probes(of_values, learned.scores, _value_choices(of_values, learned)),
-    }
+    weight_probes = choose_role_probes([s for s in scored if s.kind == "weight"], learned.scores, settings.candidates)
+    value_probes = choose_role_probes(of_values, learned.scores, _value_choices(of_values, learned))
+    role_probes = weight_probes | value_probes
     probes: list[Probe] = []
     with progress.stage("probe the roles", count * len(role_probes)) as stage:
         for role, assignment in role_probes.items():
@@ -53,6 +52,7 @@ def probe(
                     scheme=choice.scheme,
                     predicted=raw,
                     measured=meter.kl(assignment, count, stage),
+                    of_values=role in value_probes,
                 )
             )
     predictions = [
