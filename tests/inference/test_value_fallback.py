@@ -11,6 +11,7 @@ import pytest
 import torch
 from small_plans import choice, plan_of, uniform_plan
 from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
 from value_models import make_value_model
 
 from bitwright.inference import FallbackSettings, ValueRule, apply
@@ -195,6 +196,23 @@ def test_scales_lie_where_the_values_are() -> None:
         assert scale is not None and scale.device.type == "meta" and rule.scale(operand) is scale
     dynamic = ValueRule(scheme=VALUE_SCHEMES["fp8_e4m3_token"])
     assert dynamic.on(torch.device("meta"), ("q", "k")) is dynamic
+
+
+@pytest.mark.parametrize("fallback", [FallbackSettings(**NEVER_HELD), "as_the_mode"])
+def test_emulation_that_is_heard_late_counts_the_same(fallback: Any) -> None:
+    """In a cache of somebody's own, too: nothing has to be taken back."""
+
+    class OwnLayer(DynamicLayer):  # type: ignore[misc]
+        pass
+
+    model = make_value_model("llama")
+    plan = plan_with(model, {"k_cache": 0.004, "qk": 0.001}, weights="int8_static")
+    runs: list[Any] = [apply(plan, model, fallback=fallback) for _ in range(2)]
+    caches = [None, Cache(layer_class_to_replicate=OwnLayer)]
+    found = [generate(runs[lag], IDS, max_new_tokens=6, lag=lag, cache=caches[lag]) for lag in (0, 1)]
+    assert found[0].tokens == found[1].tokens and found[1].notes == ()
+    assert counts_of(runs[0]) == counts_of(runs[1])
+    assert runs[1].bitwright_run.counters.repeated_steps == 0
 
 
 def test_scales_that_are_found_on_every_call_cover_what_they_meet() -> None:

@@ -40,8 +40,8 @@ class LateWatch:
 
     #: Of the model; None where nothing is watched.
     run: RunReport | None
-    #: Whether steps can be taken back.
-    goes_back: bool = True
+    #: Why no step can be taken back; None where they can.
+    why_not_back: str | None = None
     #: Anything a reader must know.
     notes: tuple[str, ...] = field(default=())
 
@@ -55,11 +55,11 @@ class LateWatch:
         if can_step_back(cache):
             return LateWatch(run=run)
         kinds = sorted({type(layer).__name__ for layer in getattr(cache, "layers", (cache,))})
-        note = (
+        why_not = (
             f"no step is taken back in a cache of {', '.join(kinds)}, so that what may overflow is computed rounded "
             "and unrounded in every step"
         )
-        return LateWatch(run=run, goes_back=False, notes=(note,))
+        return LateWatch(run=run, why_not_back=why_not)
 
     def __enter__(self) -> LateWatch:
         if self.run is not None:
@@ -78,8 +78,8 @@ class LateWatch:
         from bitwright.inference.cache.step_back import remember
 
         watch = self.run.watch
-        watch.exact = is_repeated or watch.steps.is_wide or not self.goes_back
-        before = remember(cache) if self.goes_back else ()
+        watch.exact = is_repeated or watch.steps.is_wide or self.why_not_back is not None
+        before = remember(cache) if self.why_not_back is None else ()
         return WatchedStep(is_exact=watch.exact, is_repeated=is_repeated, before=before)
 
     def after_step(self, step: WatchedStep) -> Tensor | None:
@@ -87,6 +87,8 @@ class LateWatch:
         if self.run is None:
             return None
         step.marks = self.run.watch.take()
+        if self.why_not_back is not None and any(mark.saturates for mark in step.marks):
+            self.notes = (self.why_not_back,)
         return counts_of(step.marks)
 
     def must_repeat(self, step: WatchedStep, counts: Sequence[int]) -> bool:
