@@ -270,9 +270,17 @@ def test_a_cache_that_cannot_be_brought_back_runs_exactly_and_says_so() -> None:
     assert note.startswith("no step is taken back in a cache of OwnLayer, so that what may overflow is computed")
 
 
-@pytest.mark.parametrize("scale", [1e-4, 0.02])
-def test_no_step_that_overflows_makes_the_host_wait(scale: float, waits: Counter[str]) -> None:
-    planned = overflowing("llama", scale, **NEVER_HELD)
+@pytest.mark.parametrize(("architecture", "scale"), [("llama", 1e-4), ("llama", 0.02), ("gemma3", 0.02)])
+def test_no_step_that_overflows_makes_the_host_wait(architecture: str, scale: float, waits: Counter[str]) -> None:
+    """Inputs of matrices overflow, and keys and values in caches of codes; of the second model with windows."""
+    model = make_value_model(architecture)
+    weights = overflowing_plan(model, scale)
+    caches = [site for site in find_value_sites(model) if site.role == "kv_cache"]
+    scales = {f"{site.name}/scale": np.full(1, scale / 20, np.float32) for site in caches}
+    sites = [*weights.sites, *(choice(site, "fp8_e4m3_tensor") for site in caches)]
+    plan = plan_of(sites, {**weights.tensors, **scales})
+    settings = FallbackSettings(**NEVER_HELD)
+    planned: Any = apply(plan, model, mode="auto", dtype=torch.float32, fallback=settings)
     counts = []
     for num_tokens in (2, 2, 6):
         waits.clear()
@@ -280,6 +288,8 @@ def test_no_step_that_overflows_makes_the_host_wait(scale: float, waits: Counter
         counts.append(dict(waits))
     assert counts[1] == counts[2]
     assert planned.bitwright_run.counters.repeated_steps > 0
+    fallbacks = planned.bitwright_run.counters.fallbacks
+    assert all(fallbacks[site.name].token_fallbacks > 0 for site in caches)
 
 
 def test_sampling_draws_what_it_says() -> None:
