@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 
 FABRIC = "bw-fabric"
 RELAY = Path(__file__).parent / "relay.py"
@@ -160,7 +161,7 @@ def tear_down() -> None:
 
 
 def launch(cluster: Cluster, script: Path, arguments: list[str], *, timeout_s: float, pin: str | None) -> None:
-    """Run a script as every rank of a built cluster, and wait for all.
+    """Run a script as every rank of a built cluster, and wait for all; what rank 0 prints is passed on at once.
 
     Raises:
         RuntimeError: a rank failed or took too long; its last words are in the message.
@@ -185,17 +186,31 @@ def launch(cluster: Cluster, script: Path, arguments: list[str], *, timeout_s: f
         processes.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
+    said: list[list[str]] = [[] for _ in processes]
+    readers = [Thread(target=_read, args=(rank, process, said[rank])) for rank, process in enumerate(processes)]
+    for reader in readers:
+        reader.start()
     deadline = time.monotonic() + timeout_s
     failed = ""
     for rank, process in enumerate(processes):
         try:
-            said, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+            process.wait(timeout=max(1.0, deadline - time.monotonic()))
+            why = f"rank {rank} ended with {process.returncode}"
         except subprocess.TimeoutExpired:
             process.kill()
-            said, _ = process.communicate()
-            failed = failed or f"rank {rank} took more than {timeout_s:g} s: {said[-1500:]}"
+            process.wait()
+            why = f"rank {rank} took more than {timeout_s:g} s"
+        readers[rank].join()
         if process.returncode:
-            failed = failed or f"rank {rank} ended with {process.returncode}: {said[-1500:]}"
+            failed = failed or f"{why}: {''.join(said[rank])[-1500:]}"
             deadline = time.monotonic()
     if failed:
         raise RuntimeError(failed)
+
+
+def _read(rank: int, process: subprocess.Popen[str], said: list[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        said.append(line)
+        if rank == 0:
+            print(line, end="", flush=True)

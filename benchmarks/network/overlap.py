@@ -5,6 +5,11 @@
 The library's all-reduce is measured at a few sizes and fitted (`comms.fit`); `parallel.overlap.ddp_buckets` then says
 when each bucket is ready, starts and ends. Exposed is what the exchange adds to the backward passes of a step, which
 take a known time alone. The events of one measured step are drawn as a timeline (SVG, and a trace for Perfetto).
+Wanted: within 20 %.
+
+Layers wait and compute nothing: ranks that really computed would share what few processors there are with each other
+and with the exchange, and the network would decide nothing. So this says how exchanges queue and hide, and nothing of
+how they slow products down (γ of `parallel.overlap`), which is from published runs on GPUs.
 """
 
 from __future__ import annotations
@@ -13,12 +18,15 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from hosts import Cluster, launch, running
+from machine import machine, now
 
 from bitwright.comms import Level, Topology, collective_time
 from bitwright.comms.fit import Timed, fit_curves
@@ -32,6 +40,8 @@ RESULTS = HERE.parent / "results"
 MIB = 1 << 20
 LAYERS, LAYER_BYTES = 8, MIB
 SIZES = (64 << 10, MIB, 2 * MIB, 4 * MIB, 8 * MIB)
+#: What is wanted of exposed time.
+MAX_ERROR = 0.20
 
 
 def jobs_of(layer_s: float, quick: bool) -> dict[str, Any]:
@@ -105,7 +115,38 @@ def timeline(step: dict[str, Any]) -> Timeline:
             )
         )  # fmt: skip
     title = f"DDP over the benchmark's network, measured: buckets of {step['bucket_bytes'] // MIB} MiB"
-    return Timeline(title=title, events=(*passes, *reduced))
+    # What is drawn is the last micro-batch, whose backward pass the exchange hides behind.
+    return Timeline(title=title, events=(*passes, *reduced), drawn=1, num_micro_batches=step["micro_batches"])
+
+
+def compare(steps: Sequence[dict[str, Any]], model: Topology) -> list[dict[str, Any]]:
+    """What each measured step exposed, beside the prediction; events are left out."""
+    rows = []
+    for step in steps:
+        alone = 2 * step["layer_s"] * step["num_layers"] * step["micro_batches"]
+        measured, predicted = step["time_s"] - alone, predicted_exposed_s(step, model)
+        row = {key: value for key, value in step.items() if key != "events"}
+        is_met = abs(predicted / measured - 1) <= MAX_ERROR
+        rows.append(row | {"alone_s": alone, "exposed_s": measured, "predicted_s": predicted, "is_met": is_met})
+    return rows
+
+
+def spell(row: dict[str, Any]) -> str:
+    """A line about a step."""
+    variant = f"buckets {row['bucket_bytes'] // MIB} MiB, {row['micro_batches']} micro-batches"
+    return (
+        f"{'met   ' if row['is_met'] else 'MISSED'} {variant}, overlap {'on ' if row['overlap'] else 'off'}: backward "
+        f"{1e3 * row['alone_s']:.0f} ms alone, {1e3 * row['time_s']:.0f} ms, exposed {1e3 * row['exposed_s']:.0f} ms, "
+        f"predicted {1e3 * row['predicted_s']:.0f} ms ({row['predicted_s'] / row['exposed_s'] - 1:+.1%})"
+    )
+
+
+def write(rows: Sequence[dict[str, Any]], drawn: Timeline, folder: Path) -> None:
+    """The result file, and the drawn step."""
+    filed = {"date": now(), "machine": machine(("torch", "numpy")), "rows": list(rows)}
+    (folder / "network-overlap.json").write_text(json.dumps(filed, indent=1) + "\n", encoding="utf-8")
+    (folder / "network-overlap.svg").write_text(svg_text(drawn), encoding="utf-8")
+    (folder / "network-overlap-trace.json").write_text(trace_text(drawn), encoding="utf-8")
 
 
 def main() -> None:
@@ -122,21 +163,12 @@ def main() -> None:
             launch(cluster, HERE / "overlap_worker.py", [str(asked), str(out)], timeout_s=900, pin=options.pin)
         found = json.loads(out.read_text(encoding="utf-8"))
     model = fitted(cluster, found["all_reduces"])
-    rows = []
-    for step in found["steps"]:
-        alone = 2 * step["layer_s"] * step["num_layers"] * step["micro_batches"]
-        measured, predicted = step["time_s"] - alone, predicted_exposed_s(step, model)
-        rows.append({key: value for key, value in step.items() if key != "events"})
-        rows[-1] |= {"exposed_s": measured, "predicted_s": predicted}
-        variant = f"buckets {step['bucket_bytes'] // MIB} MiB, {step['micro_batches']} micro-batches"
-        print(f"{variant}, overlap {'on ' if step['overlap'] else 'off'}: backward {1e3 * alone:.0f} ms alone, "
-              f"{1e3 * step['time_s']:.0f} ms, exposed {1e3 * measured:.0f} ms, predicted {1e3 * predicted:.0f} ms "
-              f"({predicted / measured - 1:+.1%})")  # fmt: skip
+    rows = compare(found["steps"], model)
+    print("\n".join(map(spell, rows)))
+    missed = sum(not row["is_met"] for row in rows)
+    print(f"{len(rows) - missed} of {len(rows)} exposed times predicted within {MAX_ERROR:.0%}")
     if not options.quick:
-        (RESULTS / "network-overlap.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        drawn = timeline(found["steps"][1])
-        (RESULTS / "network-overlap.svg").write_text(svg_text(drawn), encoding="utf-8")
-        (RESULTS / "network-overlap-trace.json").write_text(trace_text(drawn), encoding="utf-8")
+        write(rows, timeline(found["steps"][1]), RESULTS)
 
 
 if __name__ == "__main__":

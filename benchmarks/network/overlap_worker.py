@@ -131,7 +131,11 @@ def main() -> None:
     jobs = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     found: dict[str, Any] = {"all_reduces": all_reduces(jobs["sizes"], jobs["repeats"])}
-    found["steps"] = [train_step(job, jobs["repeats"]) for job in jobs["steps"]]
+    found["steps"] = []
+    for number, job in enumerate(jobs["steps"]):
+        found["steps"].append(train_step(job, jobs["repeats"]))
+        if dist.get_rank() == 0:
+            print(f"  {number + 1}/{len(jobs['steps'])} {found['steps'][-1]['time_s']:.2f} s a step", flush=True)
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
