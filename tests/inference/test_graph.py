@@ -237,7 +237,7 @@ def test_values_inside_attention_and_norms(
 ) -> None:
     """The program has scaled_dot_product_attention, or products and a softmax as transformers' eager attention has."""
     case = case_of(name)
-    apart: tuple[tuple[str, ...], ...] = (("k_cache", "v_cache"), ("qk",), ("softmax", "pv"), ("output",), ("norm",))
+    apart: tuple[tuple[str, ...], ...] = (("k_cache", "v_cache", "norm"), ("qk", "softmax"), ("pv", "output"))
     for parts in (*(apart if scheme == "int8_token" and name != "gpt2" else ()), ATTENTION):
         sites = [site for site in find_value_sites(case.model) if site.part in parts]
         assert {site.part for site in sites} == set(parts)
@@ -248,10 +248,10 @@ def test_values_inside_attention_and_norms(
         assert_same_but_for_a_few_ties(case.run(planned, OTHER_IDS), expected, case.run(case.model, OTHER_IDS))
 
 
-def test_every_value_and_every_weight_of_a_hand_written_module(case_of: Callable[[str], Case]) -> None:
-    case, loaded = case_of("plain"), plain_model(tiny_gpt())
+def test_every_value_and_every_weight_of_a_hand_written_module() -> None:
+    case, loaded = Case(tiny_gpt(layers=1)), plain_model(tiny_gpt(layers=1))
     values = [site for site in find_value_sites(loaded.model) if site.part != "softmax_sum"]
-    assert len(values) == 21
+    assert len(values) == 11
     plan = values_planned(values, "int8_token", "fp8_e4m3_unit")
     plan = plan.replace(sites=(*plan.sites, *uniform_plan(case.sites, "int8").sites))
     planned = apply_to_program(plan, case.program)
