@@ -258,7 +258,7 @@ probabilities, activations, norms, the residual stream.
 
 *Bits*: per value of a head of {_HEAD_DIM}, scales included. *Axis*: who shares a scale: a *token* of one head, a
 *channel* of one head over a group of tokens, a *head*, or all (*tensor*). Static scales are found in calibration and
-kept in the plan; what goes beyond them saturates and is counted.
+kept in the plan; what goes beyond them saturates and is counted, or stays unrounded where a plan runs with fallback.
 """
 
 
