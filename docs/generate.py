@@ -586,6 +586,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "parallel serve": partial(terminal, "parallel", "serve", "llama-3-70b", "--cluster", "h100x8"),
     "accuracy of predictions": measured_communication.parts_table,
     "accuracy by source": measured_communication.sources_table,
+    "out of memory": measured_communication.out_of_memory_sentence,
+    "accuracy of overlap": measured_communication.beside_table,
     "gpu": measured.gpu_sentence,
     "vLLM": measured.vllm_table,
     "llama.cpp": measured.llama_cpp_table,

@@ -20,14 +20,17 @@ _SUMS = {"ring": "ring", "tree": "tree", "two_shot": "two-shot"}
 #: The most ranks that the law is asked for.
 _MOST_RANKS = 65_536
 #: Part of comm-accuracy.json → what it is, which error the project wants small, and how small.
-_PARTS = {
-    "training": ("training steps, each source, device and width by itself", "median", 0.10),
-    "training-per-source": ("the same, one calibration for all rows of a source", "median", 0.10),
+_PARTS: dict[str, tuple[str, str, float | None]] = {
+    "training": ("training steps", "median", 0.10),
     "memory": ("memory of training", "mean", 0.10),
     "gemm": ("matrix products", "mean", 0.10),
     "decode": ("decoding, time of a token", "mean", 0.12),
     "prefill": ("prefill", "mean", None),
 }
+#: End of a part's name → by which rule it is calibrated.
+_RULES = {"": "device", "-per-source": "source"}
+#: Lines of comm-accuracy.json: all rows, and those that no figure of a device was fitted to.
+_ALL, _APART = "all", "all, sweeps of the devices' figures left out"
 #: What the network's predictions may be off by, from 1 MiB on, and of exposed time.
 _MAX_ERROR, _MAX_EXPOSED_ERROR = 0.15, 0.20
 
@@ -114,6 +117,7 @@ def collectives_table() -> str:
     rows = [
         (
             row["sizes"],
+            rule,
             str(row["rows"]),
             _judged(row["mean_error"], row["target"]),
             _share(row["median_error"]),
@@ -121,9 +125,12 @@ def collectives_table() -> str:
             _share(row["roofline"]),
             f"≤ {100 * row['target']:g} %",
         )
-        for row in results["bands"]
+        for rule, bands in (("log", results["bands"]), ("source", results["per_source"]))
+        for row in bands
     ]
-    titles = ("size", "rows:", "mean error:", "median:", "not calibrated:", "roofline:", "mean wanted:")
+    titles = (
+        "size", "calibrated by", "rows:", "mean error:", "median:", "not calibrated:", "roofline:", "mean wanted:",
+    )  # fmt: skip
     return _from(markdown_table(titles, rows), "collective-accuracy.json")
 
 
@@ -133,14 +140,44 @@ def parts_table() -> str:
     if results is None:
         return missing("benchmarks/comm_accuracy.py --json")
     rows = []
-    for name, (title, judged, most) in _PARTS.items():
-        if name not in results:
-            continue
-        line = next(line for line in results[name]["groups"] if line["group"] == "all")
-        wanted = "" if most is None else f"{judged} ≤ {100 * most:g} %"
-        left = str(len(results[name]["left_out"]))
-        rows.append((title, *_errors(line, judged if most else None, most), left, wanted))
-    titles = ("what", *_ERROR_TITLES, "left out:", "wanted")
+    for part, (title, judged, most) in _PARTS.items():
+        for end, rule in _RULES.items():
+            found = results[part + end]
+            lines = {line["group"]: line for line in found["groups"]}
+            line = lines.get(_APART, lines[_ALL])
+            wanted = "" if most is None else f"{judged} ≤ {100 * most:g} %"
+            left = str(len(found["left_out"]))
+            rows.append((title, rule, *_errors(line, judged if most else None, most), left, wanted))
+    titles = ("what", "calibrated by", *_ERROR_TITLES, "left out:", "wanted")
+    return _from(markdown_table(titles, rows), "comm-accuracy.json")
+
+
+def out_of_memory_sentence() -> str:
+    """How many runs that ran out of memory are named."""
+    results = result("comm-accuracy.json")
+    if results is None:
+        return missing("benchmarks/comm_accuracy.py --json")
+    found = results["out-of-memory"]
+    is_met = found["verdicts"][0]["is_met"]
+    share = f"{100 * found['share']:.0f} %"
+    return (
+        f"Of {found['ran_out']} published runs that ran out of memory, {found['named']} are said to "
+        f"({share if is_met else f'**{share}**'}; wanted: 90 %); of {found['ran']} that ran and calibrated nothing, "
+        f"{found['said_to_fit']} are said to fit."
+    )
+
+
+def beside_table() -> str:
+    """Work beside collectives: published times against both_s."""
+    results = result("comm-accuracy.json")
+    if results is None:
+        return missing("benchmarks/comm_accuracy.py --json")
+    rows = [
+        (line["group"], str(line["rows"]), _share(line["mean"]), _share(line["constant_mean"]),
+         _share(line["roofline_mean"]))
+        for line in results["overlap"]["groups"]
+    ]  # fmt: skip
+    titles = ("source, device, what", "rows:", "mean error:", "nothing hidden:", "all hidden:")
     return _from(markdown_table(titles, rows), "comm-accuracy.json")
 
 

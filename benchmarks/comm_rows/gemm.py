@@ -1,10 +1,10 @@
 """Times of published matrix products: predicted by shape, as a constant share of the peak, as a roofline.
 
 A group is one file of a source on one device, each kernel of its own where a file compares kernels; best shapes of many
-devices are one group. Three rows calibrate it: fewest, median and most
-operations; three factors follow, of computing, of moving and of launching. The sweeps that `parallel/efficiencies` were
-fitted to (microsoft/vidur) are not calibrated again, and are told apart in the report: what one of their models says of
-the other is what `fit_products.py` prints.
+devices are one group. Three rows calibrate it: fewest, median and most operations; three factors follow, of computing,
+of moving and of launching. `per_source`: one calibration for all rows of a repository, whatever their device, kernel
+and format. The sweeps that `parallel/efficiencies` were fitted to (microsoft/vidur) are not calibrated again, and are
+told apart in the report: what one of their models says of the other is what `fit_products.py` prints.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _USUAL_SHARE = 0.7
 _FITTED = "microsoft/vidur"
 
 
-def predict_gemm() -> tuple[list[Prediction], list[LeftOut]]:
+def predict_gemm(*, per_source: bool = False) -> tuple[list[Prediction], list[LeftOut]]:
     """Return every product, predicted or left out."""
     left: list[LeftOut] = []
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -66,7 +66,7 @@ def predict_gemm() -> tuple[list[Prediction], list[LeftOut]]:
             left.append(LeftOut(row=row["id"], reason=found))
         else:
             for product in found:
-                groups[product["group"]].append(product)
+                groups[row["repo"] if per_source else product["group"]].append(product)
     return [found for group, rows in sorted(groups.items()) for found in _predict_group(group, rows)], left
 
 

@@ -1,15 +1,16 @@
 """Bytes of published runs, and whether those that ran out of memory are named.
 
-A group is one source on one device; three rows calibrate it (smallest, median, largest number of GPUs), by factors of
-activations and of what is around. Runs that ran are right where they are predicted to fit, those that ran out of memory
-where they are predicted not to. The constant is the calibration rows' mean of bytes over 16 bytes a parameter of a GPU.
+A group is one source on one device, or `per_source` on all its devices; three rows calibrate it (smallest, median,
+largest number of GPUs), by factors of activations and of what is around. Runs that ran are right where they are
+predicted to fit, those that ran out of memory where they are predicted not to (`name_out_of_memory`). The constant is
+the calibration rows' mean of bytes over 16 bytes a parameter of a GPU.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bitwright.hardware.memory import StateBits
@@ -35,11 +36,42 @@ _WIDTHS = {"activations": 0.4, "around": 0.7}
 _USABLE = 0.98
 
 
-def predict_memory() -> tuple[list[Prediction], list[LeftOut]]:
-    """Return every row with bytes, predicted or left out; print what is said of running out of memory."""
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """A run that did or did not run out of memory, and what is said of it."""
+
+    row: str
+    group: str
+    ran_out: bool
+    is_said_to: bool
+
+
+def predict_memory(*, per_source: bool = False) -> tuple[list[Prediction], list[LeftOut]]:
+    """Return every row with bytes, predicted or left out."""
+    groups, left = _groups(per_source=per_source)
+    return [found for group, rows in groups.items() for found in _predict_group(group, rows)], left
+
+
+def name_out_of_memory() -> tuple[list[Named], list[LeftOut]]:
+    """Return what is said of every run that ran out of memory, and of those that ran and calibrated nothing."""
+    groups, left = _groups(per_source=False)
+    named = []
+    for group, rows in groups.items():
+        chosen, factors = _calibrated(rows)
+        named += [
+            Named(
+                row=row["id"], group=group, ran_out=bool(row.get("oom")), is_said_to=not _fits(row, factors)
+            )
+            for row in rows
+            if row not in chosen
+        ]  # fmt: skip
+    out = {row["id"] for row in read_rows("training") if row.get("oom")}
+    return named, [entry for entry in left if entry.row in out]
+
+
+def _groups(*, per_source: bool) -> tuple[dict[str, list[dict[str, Any]]], list[LeftOut]]:
     left: list[LeftOut] = []
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    ran_out: list[dict[str, Any]] = []
     for row in read_rows("training"):
         bytes_there = row.get("mem_gb", 0) * 1e9 or row.get("mem_gib", 0) * 2**30
         if not bytes_there and not row.get("oom"):
@@ -55,27 +87,23 @@ def predict_memory() -> tuple[list[Prediction], list[LeftOut]]:
         if facts is None:
             left.append(LeftOut(row=row["id"], reason="states of the library not known"))
             continue
-        entry = {**row, "job": found[0], "facts": facts, "bytes": bytes_there, "group": found[1].rsplit(",", 1)[0]}
-        if row.get("oom"):
-            ran_out.append(entry)
-        groups[entry["group"]].append(entry)
-    predictions = []
-    for group, rows in groups.items():
-        predictions += _predict_group(group, rows)
-    return predictions, left
+        source, device, _ = found[1].rsplit(", ", 2)
+        group = source if per_source else f"{source}, {device}"
+        groups[group].append({**row, "job": found[0], "facts": facts, "bytes": bytes_there})
+    return groups, left
+
+
+def _calibrated(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """The rows that calibrate a group, and its factors."""
+    chosen = calibration_rows([row for row in rows if row["bytes"]], "gpus")
+    measured = [row["bytes"] for row in chosen]
+    return chosen, fit_factors(lambda index, found: _bytes(chosen[index], found), measured, _WIDTHS)
 
 
 def _predict_group(group: str, rows: list[dict[str, Any]]) -> list[Prediction]:
     measured = [row for row in rows if row["bytes"]]
-    chosen = calibration_rows(measured, "gpus")
-    factors = fit_factors(lambda index, found: _bytes(chosen[index], found), [row["bytes"] for row in chosen], _WIDTHS)
-    right = sum(_fits(row, factors) != bool(row.get("oom")) for row in rows if row not in chosen)
-    out = [row for row in rows if row.get("oom")]
-    named = sum(not _fits(row, factors) for row in out)
-    print(
-        f"  {group}: " + ", ".join(f"{n} × {v:.2f}" for n, v in factors.items()) + f"; fits or not: {right} of "
-        f"{len(rows) - len(chosen)} right, out of memory: {named} of {len(out)}"
-    )
+    chosen, factors = _calibrated(rows)
+    print(f"  {group}: " + ", ".join(f"{n} × {v:.2f}" for n, v in factors.items()))
     each = [row["bytes"] / _simple(row["job"]) for row in chosen]
     share = math.exp(sum(map(math.log, each)) / len(each)) if each else 1.5
     return [

@@ -1,7 +1,8 @@
 """Seconds a token of published decoding, and seconds of published prefill.
 
 A group is one source on one device, decoding or prefill; three rows calibrate it (smallest, median, largest number of
-GPUs), by up to three factors: of moving, of unpacking weights, of launching. llama.cpp's several GPUs hold layers one
+GPUs), by up to three factors: of moving, of unpacking weights, of launching. `per_source`: one calibration for all
+rows of an engine, whatever their device. llama.cpp's several GPUs hold layers one
 after the other, so a token takes as long as on one of them; a long prompt is cut and fills them like a pipeline.
 """
 
@@ -71,17 +72,17 @@ _ENGINES = {"llama.cpp": (0.92, 0.92, 2.0), "exllamav2": (0.9, 0.9, 1.0), "gpt-f
 _NAMES = {"llama 7b": "llama2-7b", "llama 70b": "llama2-70b", "llama-13b": "llama2-13b", "codellama-34b": "llama2-34b"}
 
 
-def predict_decode() -> tuple[list[Prediction], list[LeftOut]]:
+def predict_decode(*, per_source: bool = False) -> tuple[list[Prediction], list[LeftOut]]:
     """Return every row of decoding, predicted or left out."""
-    return _predict("decode")
+    return _predict("decode", per_source=per_source)
 
 
-def predict_prefill() -> tuple[list[Prediction], list[LeftOut]]:
+def predict_prefill(*, per_source: bool = False) -> tuple[list[Prediction], list[LeftOut]]:
     """Return every row of prefill, predicted or left out."""
-    return _predict("prefill")
+    return _predict("prefill", per_source=per_source)
 
 
-def _predict(phase: str) -> tuple[list[Prediction], list[LeftOut]]:
+def _predict(phase: str, *, per_source: bool) -> tuple[list[Prediction], list[LeftOut]]:
     left: list[LeftOut] = []
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in read_rows("serving"):
@@ -89,7 +90,7 @@ def _predict(phase: str) -> tuple[list[Prediction], list[LeftOut]]:
         if isinstance(found, str):
             left.append(LeftOut(row=row["id"], reason=found))
         elif found is not None:
-            groups[found["group"]].append(found)
+            groups[found["engine"] if per_source else found["group"]].append(found)
     return [found for group, rows in sorted(groups.items()) for found in _predict_group(group, rows)], left
 
 
@@ -150,6 +151,7 @@ def _job(row: dict[str, Any], phase: str) -> dict[str, Any] | str | None:
     return {
         "id": row["id"],
         "group": f"{engine}, {device.name}",
+        "engine": engine,
         "job": job,
         "gpus": row.get("gpus", 1),
         "stages": row.get("parallel", {}).get("layer_split", 1),
@@ -193,7 +195,7 @@ def _seconds(row: dict[str, Any], factors: dict[str, float]) -> float:
     job = replace(job, efficiency=record, packed_share=job.packed_share / factors["packed"])
     if row["phase"] == "decode":
         return decode_time(job).seconds
-    if not row["group"].startswith("llama.cpp"):
+    if row["engine"] != "llama.cpp":
         return prefill_time(job).seconds
     chunks = max(1, job.context // _CHUNK)
     one = prefill_time(replace(job, context=min(_CHUNK, job.context)))

@@ -156,13 +156,12 @@ def step_seconds(row: dict[str, Any], job: Job) -> float | None:
     return None
 
 
-def predict_per_source() -> tuple[list[Prediction], list[LeftOut]]:
-    """Return every training row where all rows of a source share three rows of calibration, whatever their device."""
-    return predict_training(per_source=True)
-
-
 def predict_training(*, per_source: bool = False) -> tuple[list[Prediction], list[LeftOut]]:
-    """Return every training row, predicted or left out."""
+    """Return every training row, predicted or left out.
+
+    Args:
+        per_source: whether all rows of a source share three rows of calibration, whatever their device and width.
+    """
     left: list[LeftOut] = []
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     seen: dict[tuple[Any, ...], str] = {}
