@@ -138,6 +138,7 @@ def _skeleton(path: Path, text: str) -> nn.Module:
     """The model of a config, without memory for its weights."""
     try:
         import torch
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise MissingExtra("transformers", "hf", f"building {text!r} from its config") from error
@@ -151,6 +152,10 @@ def _skeleton(path: Path, text: str) -> nn.Module:
             config = AutoConfig.from_pretrained(where if path.exists() else text)
             with torch.device("meta"):
                 model: nn.Module = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+        except StrictDataclassError as error:
+            # Its first line names a function of transformers; what contradicts what is below.
+            reason = str(error).splitlines()[-1].strip()
+            raise ModelError(f"{text!r} cannot be built from its config ({reason}); correct its config.json") from error
         except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0].strip()
             raise ModelError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from bitwright.errors import ParallelError
 from bitwright.hardware.device import Device
 from bitwright.hardware.model_shape import ModelShape
 from bitwright.parallel.efficiency import Efficiency
@@ -61,6 +62,29 @@ class Tuning:
 
 #: Where nothing was calibrated.
 TYPICAL = Tuning()
+
+
+#: Share of a model's linear weights by which layers that are all alike may miss them.
+_LEFT_OVER = 0.02
+
+
+def raise_if_not_modelled(shape: ModelShape) -> None:
+    """Raise if a model is no decoder of equal layers with grouped-query attention, told by its number of weights.
+
+    Times and memory are those of `num_layers` times `ModelShape.layer_matrices`. Where these are not the weights that
+    the model has, nothing that follows is about it.
+
+    Raises:
+        ParallelError: they are not.
+    """
+    alike = shape.num_layers * sum(out * columns for out, columns in shape.layer_matrices)
+    if abs(alike / shape.linear_weights - 1) > _LEFT_OVER:
+        raise ParallelError(
+            f"{shape.name!r} is no decoder of equal layers with grouped-query attention: {shape.num_layers} such "
+            f"layers of its sizes have {alike / 1e9:,.4g}e9 weights, and it has {shape.linear_weights / 1e9:,.4g}e9. "
+            "Latent attention (MLA), first layers without experts, shared experts and state-space layers are not "
+            "modelled; `bitwright memory` counts its states, and a model that is known by name and of its size can be planned"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from bitwright.errors import CommsError, ParallelError
 from bitwright.hardware.device import Device
 from bitwright.hardware.model_shape import ModelShape
 from bitwright.parallel.efficiency import Efficiency, efficiency_of
-from bitwright.parallel.job import DEFAULT_SOFTWARE, TYPICAL, Job, Software, Tuning
+from bitwright.parallel.job import DEFAULT_SOFTWARE, TYPICAL, Job, Software, Tuning, raise_if_not_modelled
 from bitwright.parallel.layout import Layout, Recompute, why_not
 from bitwright.parallel.memory import LayoutMemory, MemoryFacts, layout_memory
 from bitwright.parallel.network import ClusterNetwork
@@ -47,7 +47,8 @@ class PlanRequest:
     """What is to be planned.
 
     Raises:
-        ParallelError: a size is not positive, or the cluster's device is not known.
+        ParallelError: a size is not positive, the model is not modelled (`raise_if_not_modelled`), or the cluster's
+            device is not known.
     """
 
     shape: ModelShape
@@ -64,6 +65,7 @@ class PlanRequest:
     fixed: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
+        raise_if_not_modelled(self.shape)
         for name in ("sequence", "global_batch"):
             if getattr(self, name) < 1:
                 raise ParallelError(f"{name} is {getattr(self, name)}; give a positive number")

@@ -19,6 +19,7 @@ from bitwright.hardware.device import Device
 from bitwright.hardware.memory import workspace_bytes
 from bitwright.hardware.model_shape import ModelShape
 from bitwright.parallel.efficiency import efficiency_of
+from bitwright.parallel.job import raise_if_not_modelled
 from bitwright.parallel.network import ClusterNetwork
 from bitwright.parallel.serving_time import (
     MEMORY_SHARE,
@@ -35,7 +36,8 @@ class ServingRequest:
     """What is to be served, and on what.
 
     Raises:
-        ParallelError: a size is not positive, or the cluster's device is not known.
+        ParallelError: a size is not positive, the model is not modelled (`raise_if_not_modelled`), or the cluster's
+            device is not known.
     """
 
     shape: ModelShape
@@ -54,6 +56,7 @@ class ServingRequest:
     compute: str = "bf16"
 
     def __post_init__(self) -> None:
+        raise_if_not_modelled(self.shape)
         for name, sizes in (("context", (self.context,)), ("batch", self.batches), ("tp", self.tps)):
             for size in sizes:
                 if size < 1:
