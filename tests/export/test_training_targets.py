@@ -16,7 +16,7 @@ from fabricated_training_plan import training_plan
 
 from bitwright.errors import ExportError, UnknownName
 from bitwright.export.training_target import TRAINING_TARGETS, TrainingTarget, export_training
-from bitwright.training.planning.training_plan import policy_of_plan
+from bitwright.training.planning.planned_policy import policy_of_plan
 
 PLANS = {
     "fp8-hybrid": training_plan(),

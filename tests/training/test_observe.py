@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.errors import TrainingError
-from bitwright.training.planning import observe as module
 from bitwright.training.planning.observe import observe
+from bitwright.training.planning.observe_product import WatchedProduct
 from bitwright.training.recipes import FP8_BLOCK, FP8_CURRENT, NVFP4
 
 RECIPES = {"fp8": FP8_CURRENT, "block": FP8_BLOCK, "nvfp4": NVFP4}
@@ -69,7 +69,7 @@ def test_errors_are_those_of_rounded_operands() -> None:
     generator = torch.Generator().manual_seed(0)
     layer = nn.Linear(64, 32, bias=False)
     x, c = (torch.randn(48, size, generator=generator) for size in (64, 32))
-    watched = module._Watched(name="layer", recipes={"fp8": FP8_CURRENT}, seed=0)
+    watched = WatchedProduct(name="layer", recipes={"fp8": FP8_CURRENT}, seed=0)
     y = layer(x)
     watched.see(layer, x, y)
     (y * c).sum().backward()

@@ -17,7 +17,8 @@ from bitwright.errors import TrainingError
 from bitwright.models.loaded import from_memory
 from bitwright.plan.training_folder import load_training_plan, write_training_plan
 from bitwright.plan.training_plan import TrainingPlan
-from bitwright.training.planning.training_plan import PlanRequest, make_training_plan, policy_of_plan
+from bitwright.training.planning.planned_policy import policy_of_plan
+from bitwright.training.planning.training_plan import PlanRequest, make_training_plan
 from bitwright.training.policy import POLICIES
 
 QUICK = {"batches": 2, "batch": 2, "sequence": 32}

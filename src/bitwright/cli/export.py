@@ -94,7 +94,7 @@ def _export(plan: Plan, to: str, out: Path, model: str | None, engine: str | Non
 def _export_training(plan: TrainingPlan, to: str | None, out: Path | None, lists: bool) -> None:
     """Write a training plan for another program; or say which there are, and what stands against each."""
     from bitwright.export.training_target import TRAINING_TARGETS, export_training
-    from bitwright.training.planning.training_plan import policy_of_plan
+    from bitwright.training.planning.planned_policy import policy_of_plan
 
     console = new_console(highlight=False)
     if lists:

@@ -193,7 +193,7 @@ def _policy(name: str, device: Device | None) -> tuple[Any, str]:
 def _policy_of_plan(folder: str) -> tuple[Any, str]:
     """The policy of a training plan. Figures know one recipe for all products, a plan one for each."""
     from bitwright.plan.training_folder import load_training_plan
-    from bitwright.training.planning.training_plan import policy_of_plan
+    from bitwright.training.planning.planned_policy import policy_of_plan
 
     plan = load_training_plan(folder)
     found = policy_of_plan(plan)

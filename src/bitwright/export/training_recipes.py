@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bitwright.plan.training_plan import TrainingPlan
-from bitwright.training.planning.training_plan import PlannedPolicy
+from bitwright.training.planning.planned_policy import PlannedPolicy
 from bitwright.training.product_recipe import OperandRule, ProductRecipe
 
 #: (numbers under one scale, format of the scale) → class.

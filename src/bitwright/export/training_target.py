@@ -18,7 +18,7 @@ from bitwright.catalog import Catalog
 from bitwright.errors import ExportError
 from bitwright.plan.training_plan import TrainingPlan
 from bitwright.plan.whole_folder import assembled_folder, write_and_sync
-from bitwright.training.planning.training_plan import PlannedPolicy, policy_of_plan
+from bitwright.training.planning.planned_policy import PlannedPolicy, policy_of_plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

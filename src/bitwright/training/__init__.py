@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from bitwright.training.lora import LoraSettings, add_lora, lora_sizes
     from bitwright.training.loss_scale import LossScaler, LossScaleRule
     from bitwright.training.optimizer.update import UPDATES
-    from bitwright.training.planning.training_plan import PlannedPolicy, PlanRequest, make_training_plan, policy_of_plan
+    from bitwright.training.planning.planned_policy import PlannedPolicy, policy_of_plan
+    from bitwright.training.planning.training_plan import PlanRequest, make_training_plan
     from bitwright.training.policy import POLICIES, Policy, policy_named
     from bitwright.training.prepare import find_policy, prepare
     from bitwright.training.run import TrainingRun
@@ -44,7 +45,7 @@ _HOMES = {
     "LossScaler": "bitwright.training.loss_scale",
     "POLICIES": "bitwright.training.policy",
     "PlanRequest": "bitwright.training.planning.training_plan",
-    "PlannedPolicy": "bitwright.training.planning.training_plan",
+    "PlannedPolicy": "bitwright.training.planning.planned_policy",
     "Policy": "bitwright.training.policy",
     "RunCounters": "bitwright.training.run_settings",
     "StepResult": "bitwright.training.step",
@@ -63,7 +64,7 @@ _HOMES = {
     "make_training_plan": "bitwright.training.planning.training_plan",
     "operation_table": "bitwright.training.forward.operation_table",
     "policy_named": "bitwright.training.policy",
-    "policy_of_plan": "bitwright.training.planning.training_plan",
+    "policy_of_plan": "bitwright.training.planning.planned_policy",
     "prepare": "bitwright.training.prepare",
     "read_config": "bitwright.training.fine_tuning.config",
     "read_token_rows": "bitwright.training.data.token_rows",

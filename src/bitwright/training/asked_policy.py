@@ -15,7 +15,7 @@ from bitwright.training.choose import choose_policy
 from bitwright.training.policy import AUTO, Policy, policy_named
 
 if TYPE_CHECKING:
-    from bitwright.training.planning.training_plan import PlannedPolicy
+    from bitwright.training.planning.planned_policy import PlannedPolicy
 
 
 #: What may be given.
@@ -74,7 +74,7 @@ def _planned(path: Path) -> AskedPolicy:
 
 
 def _of_plan(plan: TrainingPlan, name: str) -> AskedPolicy:
-    from bitwright.training.planning.training_plan import policy_of_plan
+    from bitwright.training.planning.planned_policy import policy_of_plan
 
     planned = policy_of_plan(plan)
     return AskedPolicy(policy=planned.policy, reason=f"{name}: {planned.reason}", planned=planned)

@@ -18,7 +18,7 @@ from typing import Any
 from bitwright.export.training_recipes import EngineRecipe, engine_recipe, main_recipe, other_recipes
 from bitwright.export.training_target import Written
 from bitwright.plan.training_plan import TrainingPlan
-from bitwright.training.planning.training_plan import PlannedPolicy
+from bitwright.training.planning.planned_policy import PlannedPolicy
 
 _FILE = "accelerate.yaml"
 #: Policy's compute format → what Accelerate calls it.

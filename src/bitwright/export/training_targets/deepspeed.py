@@ -15,7 +15,7 @@ from typing import Any
 
 from bitwright.export.training_target import Written
 from bitwright.plan.training_plan import TrainingPlan
-from bitwright.training.planning.training_plan import PlannedPolicy
+from bitwright.training.planning.planned_policy import PlannedPolicy
 
 _FILE = "ds_config.json"
 

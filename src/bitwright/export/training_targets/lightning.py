@@ -16,7 +16,7 @@ from typing import Any
 from bitwright.export.training_recipes import engine_recipe, main_recipe, other_recipes
 from bitwright.export.training_target import Written
 from bitwright.plan.training_plan import TrainingPlan
-from bitwright.training.planning.training_plan import PlannedPolicy
+from bitwright.training.planning.planned_policy import PlannedPolicy
 
 _FILE = "lightning.yaml"
 _PLUGIN = "lightning.pytorch.plugins.precision.TransformerEnginePrecision"

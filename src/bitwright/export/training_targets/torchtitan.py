@@ -22,7 +22,7 @@ import re
 from bitwright.export.training_recipes import engine_recipe, kept_high, main_recipe, other_recipes
 from bitwright.export.training_target import Written
 from bitwright.plan.training_plan import TrainingPlan
-from bitwright.training.planning.training_plan import PlannedPolicy
+from bitwright.training.planning.planned_policy import PlannedPolicy
 from bitwright.training.product_recipe import ProductRecipe
 
 _FILE = "torchtitan.toml"

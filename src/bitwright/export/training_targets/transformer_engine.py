@@ -19,7 +19,7 @@ from typing import Any
 from bitwright.export.training_recipes import engine_recipe
 from bitwright.export.training_target import Written
 from bitwright.plan.training_plan import TrainingPlan
-from bitwright.training.planning.training_plan import PlannedPolicy
+from bitwright.training.planning.planned_policy import PlannedPolicy
 
 _FILE = "te_training.py"
 _OPENING = '''"""Precision of a training run for Transformer Engine: plan {hash} of {model} on {hardware}.

@@ -1,16 +1,10 @@
-"""From what a short run showed to a training plan, and from a plan to what `prepare` runs.
+"""From a model and a request to a training plan: one short run is looked at, and what it showed decides.
 
-    products   the fastest recipe that the device multiplies natively and whose error at this very layer is within
-               `max_error`; roles that recipes leave alone, and layers whose sizes the matrix unit does not take,
-               stay in the compute format
+    products   the fastest recipe within the error that is allowed, layer by layer (`product_choice.py`)
     masters    fp32; bf16 with stochastic rounding only where nothing else fits the device
     the rest   fp32, with what was measured against fewer bits; between GPUs bf16 where that loses less than 1 %
 
-A recipe's error is what its rounding does to one product: the relative error that nine of ten outputs stay within.
-Gradients of different batches differ from each other by their own size, so a few percent are not seen; 10 %
-(`max_error`) leaves FP8 in where tensors are well-behaved, and takes it out where one outlier pushes the rest to zero.
-
-`policy_of_plan` gives back a `Policy` for everything but the products, and for these the recipe of each layer.
+What `prepare` runs for a plan is in `planned_policy.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +12,8 @@ from __future__ import annotations
 import platform
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -34,27 +28,16 @@ from bitwright.models.load import load
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.shape import model_shape
 from bitwright.plan.schema import ModelInfo, Run, TextInfo
-from bitwright.plan.training_plan import (
-    CandidatePolicy,
-    MemoryNeed,
-    ProductErrors,
-    TrainingPlan,
-    TrainingSite,
-)
+from bitwright.plan.training_plan import CandidatePolicy, MemoryNeed, TrainingPlan
 from bitwright.search.progress import Progress
-from bitwright.training.choose import choose_policy, why_not
 from bitwright.training.data.token_rows import read_token_rows
-from bitwright.training.planning.observe import Observation, ObservedProduct, observe
-from bitwright.training.planning.plan_sites import evidence_of, sites_of_a_step
-from bitwright.training.policy import POLICIES, Policy
+from bitwright.training.planning.observe import observe
+from bitwright.training.planning.plan_sites import sites_of_a_step
+from bitwright.training.planning.planned_policy import without_masters
+from bitwright.training.planning.product_choice import MAX_ERROR, Offer, choose_product, offer_of, policy_of_most
+from bitwright.training.policy import Policy
 from bitwright.training.policy_bits import activation_setup, state_bits
-from bitwright.training.product_recipe import ProductRecipe
-from bitwright.training.products.sites import ProductSites, product_sites
-
-#: Relative error of a product up to which a recipe is taken, unless asked otherwise.
-MAX_ERROR = 0.1
-#: Update rule of a plan that cannot hold fp32 masters.
-_WITHOUT_MASTERS = {"parameters": "bf16", "update": "stochastic"}
+from bitwright.training.products.sites import product_sites
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,28 +73,6 @@ class PlanRequest:
             raise TrainingError(f"{self.gpus} GPUs; give at least one")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedPolicy:
-    """What a plan comes to: a policy for everything, and the recipe of each product."""
-
-    policy: Policy
-    reason: str
-    #: Module → the recipe of its products.
-    recipes: Mapping[str, ProductRecipe]
-    #: Module whose product stays in the policy's compute format → why.
-    high: Mapping[str, str]
-    #: Module with a recipe → its role.
-    roles: Mapping[str, str]
-
-    @property
-    def by_recipe(self) -> tuple[tuple[ProductRecipe, Mapping[str, str]], ...]:
-        """Every recipe with its modules (name → role)."""
-        grouped: dict[ProductRecipe, dict[str, str]] = {}
-        for name, recipe in self.recipes.items():
-            grouped.setdefault(recipe, {})[name] = self.roles[name]
-        return tuple(grouped.items())
-
-
 def make_training_plan(
     model: str | Path | LoadedModel, request: PlanRequest, *, progress: Progress | None = None
 ) -> TrainingPlan:
@@ -141,21 +102,20 @@ def make_training_plan(
         {"input_ids": ids[first : first + request.batch], "labels": labels[first : first + request.batch]}
         for first in range(0, len(ids), request.batch)
     ]
-    candidates, passed_over = _candidates(request.device)
-    base, base_reason = _base(request.device)
-    every = product_sites(loaded.model, base)
-    kept = {policy.name: product_sites(loaded.model, policy).high for policy in candidates}
+    offer = offer_of(request.device, request.max_error)
+    every = product_sites(loaded.model, offer.base)
+    kept = {policy.name: product_sites(loaded.model, policy).high for policy in offer.candidates}
     seen = observe(
         loaded.model,
         (*every.low, *every.high),
         batches,
-        {policy.name: policy.products for policy in candidates if policy.products is not None},
+        {policy.name: policy.products for policy in offer.candidates if policy.products is not None},
         learning_rate=request.learning_rate,
         seed=request.seed,
         progress=progress,
     )
-    sites = tuple(_product_site(product, every, kept, candidates, base, request) for product in seen.products)
-    policy, reason = _policy(sites, candidates, base, base_reason)
+    sites = tuple(choose_product(product, every, kept, offer) for product in seen.products)
+    policy, reason = policy_of_most(sites, offer)
     policy, memory, notes = _fitted(loaded, policy, request)
     text = TextInfo(source=rows.source, tokens=rows.num_scored, sequences=rows.num_rows, hash=rows.hash)
     used = Counter(site.choice for site in sites)
@@ -173,9 +133,9 @@ def make_training_plan(
         text=text,
         loss=seen.loss,
         sites=(*sites, *sites_of_a_step(seen, policy, request.gpus, request.learning_rate)),
-        candidates=(*(CandidatePolicy(name=c.name, sites=used[c.name]) for c in candidates), *passed_over),
+        candidates=(*(CandidatePolicy(name=c.name, sites=used[c.name]) for c in offer.candidates), *offer.passed_over),
         memory=memory,
-        notes=(*notes, *_notes(seen, candidates)),
+        notes=(*notes, *_notes(offer)),
         versions=_versions(),
     )
     created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -187,166 +147,13 @@ def _num_ids(model: Any) -> int:
     return int(model.get_input_embeddings().num_embeddings)
 
 
-def policy_of_plan(plan: TrainingPlan) -> PlannedPolicy:
-    """Return what `prepare` runs for a plan.
-
-    Raises:
-        UnknownName: the plan names a policy that is not there any more.
-    """
-    policy = POLICIES[plan.policy]
-    master = plan.site("masters")
-    if master.choice == "bf16":
-        policy = replace(policy, **_WITHOUT_MASTERS)  # type: ignore[arg-type]
-    recipes: dict[str, ProductRecipe] = {}
-    high: dict[str, str] = {}
-    roles: dict[str, str] = {}
-    for site in plan.products:
-        named = POLICIES[site.choice].products if site.choice in POLICIES else None
-        if named is None:
-            high[site.name] = site.reason
-        else:
-            recipes[site.name], roles[site.name] = named, site.role
-    return PlannedPolicy(policy=policy, reason=plan.policy_reason, recipes=recipes, high=high, roles=roles)
-
-
-# --- which recipes are in question ------------------------------------------------------------------------------------
-
-
-def _candidates(device: Device) -> tuple[list[Policy], tuple[CandidatePolicy, ...]]:
-    """Policies with a recipe that the device runs natively, the fastest first; and the others, with why not."""
-    found: list[Policy] = []
-    others: list[CandidatePolicy] = []
-    for policy in POLICIES.values():
-        if policy.products is None:
-            continue
-        why = why_not(policy, device)
-        if why is None:
-            found.append(policy)
-        else:
-            others.append(CandidatePolicy(name=policy.name, why_not=why))
-    found.sort(key=lambda policy: (-rate_of(policy, device), -(policy.preference or 0), policy.name))
-    return found, tuple(others)
-
-
-def rate_of(policy: Policy, device: Device) -> float:
-    """Return the rate of a policy's slowest products on a device, TFLOP/s, dense peak; 0 where one is not native."""
-    formats = policy.product_formats or (policy.compute,)
-    return min(device.matmul_tflops.get(name, 0.0) for name in formats)
-
-
-def _base(device: Device) -> tuple[Policy, str]:
-    """The policy without a recipe that the device runs best, and why."""
-    plain = [p for p in POLICIES.values() if p.products is None and p.preference is not None]
-    runs = [policy for policy in plain if why_not(policy, device) is None]
-    if not runs:
-        return choose_policy(device).policy, f"{device.name} has no matrix unit for anything narrower than fp32"
-    best = max(runs, key=lambda policy: policy.preference or 0)
-    return best, f"{device.name} multiplies {best.compute} natively"
-
-
-# --- products ---------------------------------------------------------------------------------------------------------
-
-
-def _product_site(
-    product: ObservedProduct,
-    every: ProductSites,
-    kept: Mapping[str, Mapping[str, str]],
-    candidates: Sequence[Policy],
-    base: Policy,
-    request: PlanRequest,
-) -> TrainingSite:
-    if product.name in every.high:  # an island whatever the policy is
-        choice, reason = "fp32", every.high[product.name]
-    else:
-        against = {policy.name: _why_not(product, policy, kept[policy.name], request) for policy in candidates}
-        choice, reason = _choose(product, against, candidates, base, request)
-    return TrainingSite(
-        name=product.name,
-        kind="matmul",
-        role=every.low.get(product.name, "router"),
-        choice=choice,
-        reason=reason,
-        shape=product.shape,
-        ranges=evidence_of(product.operands),
-        errors=tuple(
-            ProductErrors(recipe=name, forward=found.forward, dgrad=found.dgrad, wgrad=found.wgrad)
-            for name, found in product.errors.items()
-        ),
-    )
-
-
-def _why_not(product: ObservedProduct, policy: Policy, kept: Mapping[str, str], request: PlanRequest) -> str | None:
-    """What stands against a recipe at one product; None where nothing does."""
-    if product.name in kept:
-        return kept[product.name]
-    sizes = _why_not_sizes(product.shape, policy, request.device)
-    if sizes is not None:
-        return sizes
-    error = product.errors[policy.name].largest
-    return f"error {error:.1%}" if not error <= request.max_error else None
-
-
-def _choose(
-    product: ObservedProduct,
-    against: Mapping[str, str | None],
-    candidates: Sequence[Policy],
-    base: Policy,
-    request: PlanRequest,
-) -> tuple[str, str]:
-    """(choice, why) of one product: the first candidate that nothing stands against."""
-    chosen = next((policy for policy in candidates if against[policy.name] is None), None)
-    before = candidates if chosen is None else candidates[: candidates.index(chosen)]
-    told = "; ".join(f"{policy.name}: {against[policy.name]}" for policy in before)
-    if chosen is not None:
-        rate = rate_of(chosen, request.device) / rate_of(base, request.device)
-        error = product.errors[chosen.name].largest
-        passed = f"; passed over: {told}" if told else ""
-        return chosen.name, f"{rate:.3g} times the rate of {base.compute}, error {error:.1%}{passed}"
-    reasons = set(against.values())
-    if not candidates:
-        return base.compute, f"{request.device.name} multiplies nothing narrower in training"
-    if len(reasons) == 1:
-        return base.compute, f"every recipe leaves it alone: {reasons.pop()}"
-    return base.compute, f"no recipe stays within {request.max_error:.0%}: {told}"
-
-
-def _why_not_sizes(shape: tuple[int, int], policy: Policy, device: Device) -> str | None:
-    """Why the device's matrix unit does not take a layer's sizes in all three products."""
-    rows, columns = shape
-    for rule in device.matmul_rules:
-        if not set(policy.product_formats) & set(rule.formats) or rule.group_size is not None:
-            continue
-        for size in (rows, columns):
-            # each is summed over in one of the products, and an output in another
-            if size % rule.in_features_multiple or size % rule.out_features_multiple:
-                needed = max(rule.in_features_multiple, rule.out_features_multiple)
-                return f"its side of {size} is no multiple of {needed}"
-    return None
-
-
-def _policy(
-    sites: Sequence[TrainingSite], candidates: Sequence[Policy], base: Policy, base_reason: str
-) -> tuple[Policy, str]:
-    """The policy that most weights are under, and why."""
-    weights: Counter[str] = Counter()
-    for site in sites:
-        rows, columns = site.shape or (0, 0)
-        weights[site.choice] += rows * columns
-    low = [(weights[policy.name], policy.name) for policy in candidates if weights[policy.name]]
-    if not low:
-        return base, base_reason
-    number, name = max(low)
-    share = number / sum(weights.values())
-    return POLICIES[name], f"{share:.0%} of the weights of linear layers are multiplied under its recipe; {base_reason}"
-
-
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def _fitted(loaded: LoadedModel, policy: Policy, request: PlanRequest) -> tuple[Policy, MemoryNeed, tuple[str, ...]]:
     """The policy with or without fp32 masters, how it fits the device, and what there is to say of that."""
     shape = model_shape(loaded.model, name=loaded.name)
-    without = replace(policy, **_WITHOUT_MASTERS) if policy.compute == "bf16" else policy  # type: ignore[arg-type]
+    without = without_masters(policy) if policy.compute == "bf16" else policy
     best: tuple[TrainingMemory, int, str] | None = None
     for attempt in (policy, without):
         states = state_bits(attempt, optimizer=request.optimizer)
@@ -381,10 +188,10 @@ def _need(found: TrainingMemory, zero: int, recompute: str, request: PlanRequest
     )
 
 
-def _notes(seen: Observation, candidates: Sequence[Policy]) -> tuple[str, ...]:
+def _notes(offer: Offer) -> tuple[str, ...]:
     delayed = [
         policy.name
-        for policy in candidates
+        for policy in offer.candidates
         if policy.products is not None and any(rule.delay for rule in policy.products.operands.values())
     ]
     if not delayed:
