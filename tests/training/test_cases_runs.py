@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitwright.training import POLICIES, TrainingRun, prepare
+from bitwright.errors import TrainingError
+from bitwright.training import POLICIES, TrainingRun, policy_named, prepare
 
 PLAIN = [name for name, policy in POLICIES.items() if policy.products is None and name != "tf32"]
 
@@ -117,3 +118,93 @@ def test_gradients_are_unscaled_and_clipped_once_a_step(policy: str) -> None:
         return model.weight.detach()
 
     assert torch.equal(end(1), end(4))
+
+
+# --- a guard of 1e−8 --------------------------------------------------------------------------------------------------
+
+
+class Ranked(nn.Module):
+    """Scores, spread over 0 to 1 with a guard of 1e−8 against equal ones; in the dtype they come in, or in fp32."""
+
+    def __init__(self, widens: bool = False) -> None:
+        super().__init__()
+        self.score = nn.Linear(8, 1, bias=False)
+        self.widens = widens
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.score(x).squeeze(-1)
+        scores = scores.float() if self.widens else scores
+        low, high = scores.min(), scores.max()
+        return ((scores - low) / (high - low + 1e-8)).float().mean() + scores.float().mean()
+
+
+EQUAL, UNEQUAL = torch.ones(4, 8), torch.linspace(0, 1, 32).view(4, 8)
+
+
+@pytest.mark.parametrize("policy", PLAIN)
+def test_a_guard_that_fp16_does_not_hold(policy: str) -> None:
+    """1e−8 is 0 in fp16, so equal scores are 0 / 0: such a batch is left out, and the run says why it stands still."""
+    model = Ranked()
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy, patience=3, seed=1)
+    start = model.score.weight.detach().clone()
+    for batch in (EQUAL, UNEQUAL, EQUAL):
+        with run.step() as block:
+            block.backward(model(batch))
+        assert model.score.weight.isfinite().all()
+    vanishes = policy_named(policy).compute == "fp16"
+    assert run.counters.skipped == (2 if vanishes else 0)
+    assert not torch.equal(model.score.weight, start)
+    if vanishes:
+        assert run.last is not None and "the loss of micro-batch 1 of 1 is nan" in str(run.last.skipped)
+        with pytest.raises(TrainingError, match=r"3 steps in a row were skipped.*micro-batch 1 of 1 is nan"):
+            for _ in range(2):
+                with run.step() as block:
+                    block.backward(model(EQUAL))
+
+
+@pytest.mark.parametrize("policy", PLAIN)
+def test_in_fp32_the_guard_holds_under_every_policy(policy: str) -> None:
+    model = Ranked(widens=True)
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy, seed=1)
+    with run.step() as block:
+        block.backward(model(EQUAL))
+    assert run.last is not None and run.last.skipped is None and run.last.loss == pytest.approx(run.last.loss)
+
+
+# --- a ramp -----------------------------------------------------------------------------------------------------------
+
+
+class Ramped(nn.Module):
+    """A frozen layer and an adapter whose part grows: y = W x + f · A Aᵀ x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.base = nn.Linear(64, 64, bias=False).requires_grad_(False)
+        self.base.weight.data.copy_(torch.eye(64))
+        start = torch.rand(64, 16, generator=generator) * 0.5 + 0.5
+        self.adapter = nn.Parameter(start.bfloat16().float())
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        added = (x @ self.adapter) @ self.adapter.t()
+        return (self.base(x) + factor * added).float().square().mean()
+
+
+def moved_on_a_ramp(policy: str) -> Tensor:
+    """How far 64 steps take the adapter while its factor grows from 1e−4 to 6.4e−3."""
+    model = Ramped()
+    start = model.adapter.detach().double()
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.02), policy=policy, seed=1)
+    x = torch.rand(32, 64, generator=torch.Generator().manual_seed(1))
+    for number in range(1, 65):
+        with run.step() as block:
+            block.backward(model(x, number / 10_000))
+    return model.adapter.detach().double() - start
+
+
+@pytest.mark.parametrize("policy", PLAIN)
+def test_small_factors_of_a_ramp_still_train(policy: str) -> None:
+    """Each gradient is as small as the factor; what rounding to nearest swallows of it every other policy keeps."""
+    exact, moved = moved_on_a_ramp("fp32"), moved_on_a_ramp(policy)
+    share = float((moved * exact).sum() / (exact * exact).sum())
+    assert share == pytest.approx(0.0 if policy == "bf16-pure" else 1.0, abs=0.15)
