@@ -40,7 +40,7 @@ from bitwright.cli.app import create_app, run
 from bitwright.cli.formats import native_devices, spell_specials
 from bitwright.export import EXPORTERS, supported_schemes
 from bitwright.export.source_kind import SOURCES
-from bitwright.inference.packed.native_rows import NATIVE_PRODUCTS
+from bitwright.inference.packed.native_rows import NATIVE_LAYOUTS, NATIVE_PRODUCTS
 from bitwright.plan.engine import Engine, ValueKind, WeightKind, engines
 from bitwright.plan.engine_rules import spell_capabilities
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS, TensorScheme
@@ -494,8 +494,10 @@ def sources_table() -> str:
 def kernels_table() -> str:
     """What multiplies packed weights, in the order in which it is asked."""
     rows = [("native", f"`{product.name}`", product.description) for product in NATIVE_PRODUCTS]
+    rows += [("native", f"`{name}`", MATMULS[name].description) for name in NATIVE_LAYOUTS]
     layouts = sorted(MATMULS.values(), key=lambda layout: layout.preference)
-    asked = [layout for layout in layouts if layout.name not in {product.name for product in NATIVE_PRODUCTS}]
+    native = {*NATIVE_LAYOUTS, *(product.name for product in NATIVE_PRODUCTS)}
+    asked = [layout for layout in layouts if layout.name not in native]
     rows += [("packed", f"`{layout.name}`", layout.description) for layout in asked]
     return markdown_table(("mode", "kernel", "what it is"), rows)
 

@@ -387,6 +387,25 @@ def test_modes_and_what_they_refuse(make_tiny_model: Callable[..., Any]) -> None
     assert {s.kernel for s in native.bitwright_run.sites if s.scheme == "int8"} == {"torch._int_mm"}
 
 
+@pytest.mark.parametrize(("scheme", "kernel"), [("int4:g32:bf16", "torch_int4"), ("int8:row:bf16", "torch_int8")])
+def test_native_is_torchs_packed_operators_where_inputs_stay_numbers(
+    make_tiny_model: Callable[..., Any], scheme: str, kernel: str
+) -> None:
+    model = make_tiny_model("llama")
+    plan = uniform_plan(find_sites(model), scheme)
+    native: Any = apply(plan, model, mode="native", dtype=torch.bfloat16)
+    assert {site.kernel for site in native.bitwright_run.sites if site.scheme == scheme} == {kernel}
+    # both round each output once to bf16, after sums in another order
+    packed: Any = apply(plan, model, mode="packed", dtype=torch.bfloat16)
+    assert difference(logits_of(native), logits_of(packed)) < 0.02
+    auto: Any = apply(plan, model, dtype=torch.bfloat16, mode="auto")
+    runs = [site for site in auto.bitwright_run.sites if site.scheme == scheme]
+    assert {site.kernel for site in runs} == {"planar"}
+    assert all(f"not native: {kernel} would do, with more bytes" in site.reason for site in runs)
+    with pytest.raises(PlanError, match=r"14 of 14 sites.*in float32 it is a loop.*run it with mode auto"):
+        apply(plan, model, mode="native", dtype=torch.float32)
+
+
 def test_functions_that_are_no_products_are_counted(make_tiny_model: Callable[..., Any]) -> None:
     model = make_tiny_model("mixtral")
     planned: Any = apply(uniform_plan(find_sites(model), "int8_w"), model, mode="packed", dtype=torch.float32)

@@ -1,8 +1,12 @@
 """How each site of a plan is multiplied, and why: settled for all sites before a model is touched.
 
     packed    codes stay packed in memory and are expanded inside the kernel
-    native    the device multiplies codes with codes; a plan with a site of which that is not true is refused
-    auto      each site native where the device has that, else packed
+    native    torch's own operators multiply: codes with codes, or numbers with codes that stay packed; a plan with a
+              site of which that is not true is refused
+    auto      codes times codes native where the device has that, else packed
+
+Numbers meet packed codes in our own kernels unless native is asked for: on a CPU torch's INT4 and INT8 operators take
+more bytes, and longer than torch's bf16 at 16 tokens (`quantize/matmuls/torch_packed.py`). The reason says so.
 
 A scheme without scales whose format is what the model computes in (bf16 weights in a bf16 model) needs no kernel of
 its own in any mode. Where inputs are rounded to codes under scales, a packed product takes them in fp32: values of fp8
@@ -19,7 +23,7 @@ import torch
 from bitwright import formats
 from bitwright.errors import PlanError
 from bitwright.inference.modes import Mode, spell_dtype
-from bitwright.inference.packed.native_rows import NativeProduct, select_native
+from bitwright.inference.packed.native_rows import NativeProduct, select_native, select_native_layout
 from bitwright.plan import SiteChoice
 from bitwright.quantize.pack import stored_dtype
 from bitwright.quantize.packed_matmul import select_matmul
@@ -39,6 +43,7 @@ class Multiplication:
     reason: str
     #: What inputs are when they are multiplied as numbers.
     inputs_dtype: torch.dtype
+    #: What multiplies codes with codes; None where inputs stay numbers, of whatever kind.
     native: NativeProduct | None = None
     #: The same without what was passed over, and that one by one; None and none where nothing was.
     own_reason: str | None = None
@@ -68,8 +73,15 @@ def choose(scheme: Scheme, shape: tuple[int, int], mode: Mode, device_type: str,
         )
     exact = scheme.activations is None or is_stored_in(scheme.activations, dtype)
     inputs_dtype = dtype if exact else torch.float32
+    operator, why_operator = None, native.reason
+    if scheme.activations is None:
+        operator, why_operator = select_native_layout(scheme.weights, shape, device_type, dtype)
+    if mode == "native" and operator is not None:
+        return Multiplication(kind="native", kernel=operator.name, reason=why_operator, inputs_dtype=dtype)
     selection = select_matmul(scheme.weights, shape, device_type, inputs_dtype)
-    not_native = () if mode == "packed" else (f"not native: {native.reason}",)
+    if operator is not None:
+        why_operator = f"{operator.name} would do, with more bytes, and slower than bf16 at 16 tokens"
+    not_native = () if mode == "packed" else (f"not native: {why_operator}",)
     return Multiplication(
         kind="packed",
         kernel=selection.layout.name,

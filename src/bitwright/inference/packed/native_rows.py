@@ -7,6 +7,9 @@ have to be multiplied in between. torch's `_int_mm` has it on GPUs and on CPUs w
 are few, which oneDNN is slow at). FP8, MX and NVFP4 are `quantize/matmuls/scaled_mm.py`, which says what GPUs take
 them; on a CPU torch has those as a loop far slower than bf16, so they are never selected there.
 
+Inputs that stay numbers meet codes in torch's packed operators for CPUs (`quantize/matmuls/torch_packed.py`), which are
+packed layouts like others: `select_native_layout`.
+
 Legend: M tokens, N rows of the weight, K columns.
 """
 
@@ -23,8 +26,9 @@ from bitwright.inference.counters import PaddingCounts
 from bitwright.inference.packed.padding import Multiples, Padding, fill, up_to
 from bitwright.inference.packed.rows import Multiply, Parts, Rows, rows_of_layout
 from bitwright.quantize.catalogs import MATMULS
-from bitwright.quantize.matmuls import PackedMatrix
+from bitwright.quantize.matmuls import MatmulLayout, PackedMatrix
 from bitwright.quantize.matmuls.scaled_mm import ScaledMm, multiply_scaled, nvidia_capability, why_not_codes
+from bitwright.quantize.matmuls.torch_packed import TorchInt4, TorchInt8
 from bitwright.quantize.pack import PackedTensor
 from bitwright.quantize.packed_matmul import packed_matmul
 from bitwright.quantize.scheme import Scheme, TensorScheme
@@ -225,3 +229,21 @@ def select_native(scheme: Scheme, device_type: str) -> NativeSelection:
             return NativeSelection(product=product, reason=product.description)
         reasons.append(reason)
     return NativeSelection(product=None, reason="; ".join(reasons))
+
+
+#: Layouts whose product is an operator of torch for numbers times codes.
+NATIVE_LAYOUTS: tuple[str, ...] = tuple(layout.name for layout in (TorchInt4(), TorchInt8()))
+
+
+def select_native_layout(
+    scheme: TensorScheme, shape: tuple[int, int], device_type: str, dtype: torch.dtype
+) -> tuple[MatmulLayout | None, str]:
+    """The operator of torch that multiplies numbers with codes of a weight, or None; and the reason."""
+    reasons = []
+    for name in NATIVE_LAYOUTS:
+        layout = MATMULS[name]
+        reason = layout.why_not(scheme, shape, device_type, dtype)
+        if reason is None:
+            return layout, layout.description
+        reasons.append(f"not {name}: {reason}")
+    return None, "; ".join(reasons)
