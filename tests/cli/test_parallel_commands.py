@@ -37,6 +37,24 @@ def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(best["parts_s"].values()) == pytest.approx(best["step_s"])
 
 
+@pytest.mark.parametrize(
+    ("fixed", "expected"),
+    [
+        (["pp=4", "schedule=zero-bubble"], {"pp": 4, "schedule": "zero-bubble", "interleave": 1}),
+        (["pp=2", "interleave=4"], {"pp": 2, "schedule": "1f1b", "interleave": 4}),
+        (["tp=2", "recompute=full", "zero=2"], {"tp": 2, "recompute": "full", "zero": 2}),
+        (["tp=1", "zero=3", "zero-group=4", "micro-batch=2"], {"zero": 3, "zero_group": 4, "micro_batch": 2}),
+    ],
+)
+def test_every_axis_can_be_given(
+    fixed: list[str], expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [word for text in fixed for word in ("--fix", text)]
+    assert main(["parallel", "plan", "llama-3-8b", "--cluster", "h100x8x2", "--json", "--top", "9", *options]) == 0
+    for layout in json.loads(capsys.readouterr().out)["layouts"]:
+        assert {name: layout["layout"][name] for name in expected} == expected
+
+
 def test_out_of_memory_is_exit_code_3_with_the_nearest_miss(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parallel", "plan", "llama-3.1-405b", "--cluster", "h100x8"]) == 3
     said = capsys.readouterr().out
@@ -67,6 +85,22 @@ def test_a_timeline_is_written_as_a_trace_and_drawn(tmp_path: Path, capsys: pyte
         (["plan", "llama-3-8b", "--cluster", "h100x9"], "joins 1 to 8"),
         (["plan", "llama-3-8b", "--cluster", "h100x8", "--fix", "xp=2"], "--fix is 'xp=2'"),
         (["plan", "llama-3-8b", "--cluster", "h100x8", "--fix", "tp=3"], "no layout divides"),
+        (["plan", "llama-3-8b", "--cluster", "h100x8", "--fix", "schedule=zb"], "schedule: gpipe, 1f1b, zero-bubble"),
+        (
+            [
+                "timeline",
+                "llama-3-8b",
+                "--cluster",
+                "h100x8",
+                "--fix",
+                "pp=4",
+                "--fix",
+                "schedule=zero-bubble",
+                "--out",
+                "zero-bubble.svg",
+            ],
+            "not drawn; draw 1f1b",
+        ),
         (["plan", "llama-3-8b", "--cluster", "h100x8", "--policy", "bf15"], "unknown policy 'bf15'"),
         (["timeline", "llama-3-8b", "--cluster", "h100x8", "--out", "trace.txt"], "ends in .json or .svg"),
     ],

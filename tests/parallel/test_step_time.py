@@ -10,7 +10,7 @@ from bitwright.hardware.model_shape import shape_from_sizes
 from bitwright.parallel.job import Job, Software
 from bitwright.parallel.layer_time import layer_products
 from bitwright.parallel.layout import Layout
-from bitwright.parallel.step_time import active_linear_weights, stage_layers, step_time
+from bitwright.parallel.step_time import active_linear_weights, bubble_share, stage_layers, step_time
 
 from .conftest import MakeJob
 
@@ -151,6 +151,34 @@ def test_bubbles(make_job: MakeJob) -> None:
 
     plain = make_job(dp=1, pp=8)
     filled = replace(plain, layout=replace(plain.layout, schedule="zero-bubble"))
+    both = replace(plain, layout=replace(plain.layout, schedule="zero-bubble-v"))
     chunks = replace(plain, layout=replace(plain.layout, interleave=4))
-    assert bubble(filled) == pytest.approx(bubble(plain) / 3)
+    # Attention's backward pass is none of the gradients of weights, so that somewhat more than a third is left.
+    assert bubble(plain) / 3 < bubble(filled) < bubble(plain) / 2
+    assert bubble(both) == pytest.approx(bubble(filled) / 2)
     assert bubble(chunks) == pytest.approx(bubble(plain) / 4)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (4, 8), (8, 64)])
+def test_zero_bubbles_are_the_published_ones_where_passes_are_equally_long(p: int, m: int) -> None:
+    plain = (p - 1) * 3.0  # forward, backward and gradients of weights of 1 each
+    first = plain * bubble_share("zero-bubble", 1.0, 2.0, 1.0)
+    # ZB1P: (p - 1)/(3(m + p - 1)) of a step of 1F1B; ZBV: (p - 1)/(p - 1 + 6m) of its own. AMD's Primus has both.
+    assert first / (3 * (m + p - 1)) == pytest.approx((p - 1) / (3 * (m + p - 1)))
+    second = plain * bubble_share("zero-bubble-v", 1.0, 2.0, 1.0)
+    assert second / (3 * m + second) == pytest.approx((p - 1) / (p - 1 + 6 * m))
+    # Qi et al., arXiv:2401.10241: (p - 1)·(F + B - W).
+    assert (p - 1) * 7.0 * bubble_share("zero-bubble", 2.0, 5.0, 1.5) == pytest.approx((p - 1) * (2 + 3.5 - 1.5))
+    assert bubble_share("1f1b", 2.0, 5.0, 1.5) == bubble_share("gpipe", 2.0, 5.0, 1.5) == 1.0
+
+
+def test_gradients_that_nobody_has_whole_are_reduced_every_micro_batch(make_job: MakeJob) -> None:
+    software = Software(overlaps_gradients=False, overlaps_parameters=False)
+    time = {
+        zero: step_time(make_job(cluster="h100x8x2", dp=16, zero=zero, global_batch=64, software=software)).parts["dp"]
+        for zero in (1, 2)
+    }
+    once = step_time(make_job(cluster="h100x8x2", dp=16, zero=2, global_batch=16, software=software)).parts["dp"]
+    assert once == pytest.approx(time[1])
+    gather = (4 * time[1] - time[2]) / 3  # of parameters, once a step whatever stage
+    assert 0 < gather < time[1] / 2

@@ -24,6 +24,7 @@ LAYOUTS = [
     {"dp": 2, "tp": 2, "pp": 2, "interleave": 2, "zero": 1},
     {"pp": 8, "schedule": "gpipe"},
     {"dp": 8, "zero": 3, "zero_group": 4},
+    {"dp": 4, "tp": 2, "zero": 2, "is_sequence_parallel": True},
 ]
 
 

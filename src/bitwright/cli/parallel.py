@@ -6,7 +6,7 @@ What verbs ask for together is here: a model, a cluster, a batch, policies, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -18,8 +18,8 @@ from bitwright.comms.topology_file import topology
 if TYPE_CHECKING:
     from bitwright.parallel.planner import PlanRequest
 
-#: Axes that --fix takes.
-AXES = ("tp", "pp", "cp", "ep", "zero", "micro_batch")
+#: Axes that --fix takes with a size.
+AXES = ("tp", "pp", "cp", "ep", "zero", "zero_group", "micro_batch", "interleave")
 
 
 ModelArgument = Annotated[
@@ -101,8 +101,15 @@ def read_topology(cluster: str | None, cluster_file: str | None) -> Topology:
     return topology(str(cluster_file or cluster))
 
 
-def _axis(text: str) -> tuple[str, int]:
-    name, _, size = text.replace("-", "_").partition("=")
-    if name not in AXES or not size.isdecimal():
-        raise UsageMistake(f"--fix is {text!r}; it takes an axis and its size, as tp=8; axes: {', '.join(AXES)}")
-    return name, int(size)
+def _axis(text: str) -> tuple[str, int | str]:
+    from bitwright.parallel.layout import Recompute, Schedule
+
+    name, _, value = text.partition("=")
+    name = name.replace("-", "_")
+    known = {"schedule": get_args(Schedule), "recompute": get_args(Recompute)}
+    if name in known and value in known[name]:
+        return name, value
+    if name in AXES and value.isdecimal():
+        return name, int(value)
+    words = "; ".join(f"{axis}: {', '.join(those)}" for axis, those in known.items())
+    raise UsageMistake(f"--fix is {text!r}; it takes an axis and its size, as tp=8; axes: {', '.join(AXES)}; {words}")

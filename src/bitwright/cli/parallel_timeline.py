@@ -24,6 +24,9 @@ from bitwright.cli.table import new_console, print_rows
 from bitwright.cli.usage import UsageMistake, raise_if_there
 from bitwright.report.units import spell_bytes, spell_count, spell_seconds
 
+#: What is searched no further than it can be drawn; a --fix that says otherwise comes later, and counts.
+_DRAWN = ("schedule=1f1b",)
+
 
 def timeline_command(
     model: ModelArgument,
@@ -41,7 +44,7 @@ def timeline_command(
         list[str] | None, typer.Option(metavar="AXIS=SIZE", help="Draw this layout: tp=8, pp=4, zero=1 …")
     ] = None,
 ) -> None:
-    """Draw the step of the best layout, or of the one that --fix gives.
+    """Draw the step of the best layout, or of the one that --fix gives, zero-bubble schedules left out.
 
     Exit code 3: no layout fits; nothing is written.
     """
@@ -63,7 +66,7 @@ def timeline_command(
         sequence=seq,
         optimizer=optimizer,
         hardware_name=hardware_name,
-        fixed=fix or [],
+        fixed=[*_DRAWN, *(fix or [])],
     )
     plan = plan_layouts(request, limit=1)
     if plan.nearest_miss is not None:

@@ -83,7 +83,8 @@ def raise_if_not_modelled(shape: ModelShape) -> None:
             f"{shape.name!r} is no decoder of equal layers with grouped-query attention: {shape.num_layers} such "
             f"layers of its sizes have {alike / 1e9:,.4g}e9 weights, and it has {shape.linear_weights / 1e9:,.4g}e9. "
             "Latent attention (MLA), first layers without experts, shared experts and state-space layers are not "
-            "modelled; `bitwright memory` counts its states, and a model that is known by name and of its size can be planned"
+            "modelled; `bitwright memory` counts its states, and a model of its size that is known by name can be "
+            "planned"
         )
 
 

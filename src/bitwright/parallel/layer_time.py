@@ -127,10 +127,9 @@ def forward_time(job: Job) -> PassTime:
 def backward_time(job: Job) -> PassTime:
     """Return the seconds of a backward pass over one layer, what is recomputed included."""
     share, backward = 1 - job.numerics.kept_share, job.numerics.backward
-    y_bits = 64.0 if job.num_micro_batches > 1 else job.numerics.gradient_bits
     products = layer_products(job)
     linear = sum(_mixed(job, p.m, p.k, p.n, p.count, backward, share) for p in products)
-    linear += sum(_mixed(job, p.n, p.k, p.m, p.count, backward, share, y_bits) for p in products)
+    linear += _weight_gradients(job)
     found = _tuned(
         job,
         PassTime(
@@ -153,6 +152,18 @@ def backward_time(job: Job) -> PassTime:
         "full": again,
     }
     return found + repeated[job.layout.recompute]
+
+
+def weight_gradient_time(job: Job) -> PassTime:
+    """Return the seconds of a layer's gradients of weights, a part of its backward pass that no other stage needs."""
+    return _tuned(job, PassTime(linear=_weight_gradients(job)), 0.0)
+
+
+def _weight_gradients(job: Job) -> float:
+    share = 1 - job.numerics.kept_share
+    y_bits = 64.0 if job.num_micro_batches > 1 else job.numerics.gradient_bits
+    products = layer_products(job)
+    return sum(_mixed(job, p.n, p.k, p.m, p.count, job.numerics.backward, share, y_bits) for p in products)
 
 
 def attention_time(job: Job, *, is_backward: bool) -> float:
@@ -248,18 +259,24 @@ def _context_parallel(job: Job, *, times: int) -> float:
     return times * (cp - 1) * max(0.0, hop - covered)
 
 
-def _expert_parallel(job: Job) -> float:
+def exchanged_bytes(job: Job) -> float:
+    """Return the bytes of tokens that one all-to-all of a layer's experts takes from a GPU, to itself included."""
     ep = job.layout.ep
-    if ep == 1:
-        return 0.0
     visited: float = job.shape.experts_per_token
     stride, node = job.layout.stride("ep"), job.network.gpus_per_node
     if job.software.sends_tokens_once:
         inside = max(1, min(ep, node // stride))
         places = ep // inside if ep > inside else ep
         visited = places * (1 - (1 - 1 / places) ** visited)
-    num_bytes = job.tokens * visited * job.shape.hidden_size * job.numerics.activation_bits / 8
-    return 2 * job.tuned_network.seconds("all_to_all", num_bytes, ranks=ep, stride=stride)
+    return job.tokens * visited * job.shape.hidden_size * job.numerics.activation_bits / 8
+
+
+def _expert_parallel(job: Job) -> float:
+    ep = job.layout.ep
+    if ep == 1:
+        return 0.0
+    stride = job.layout.stride("ep")
+    return 2 * job.tuned_network.seconds("all_to_all", exchanged_bytes(job), ranks=ep, stride=stride)
 
 
 def _tuned(job: Job, found: PassTime, host_s: float) -> PassTime:

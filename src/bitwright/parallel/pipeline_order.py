@@ -50,7 +50,8 @@ def stage_order(schedule: Schedule, *, stage: int, stages: int, interleave: int,
     """
     if schedule.startswith("zero-bubble"):
         raise ParallelError(
-            f"schedule {schedule} splits backward passes, which is not drawn; draw 1f1b, whose bubbles it fills"
+            f"schedule {schedule} splits backward passes in two, and which part fills which bubble is its library's "
+            "choice, so it is not drawn; draw 1f1b, whose bubbles it fills (--fix schedule=1f1b)"
         )
     total = micro_batches * interleave
     forward = [_nth(k, stage, stages, interleave, is_backward=False) for k in range(total)]

@@ -1,10 +1,8 @@
 """Which layouts of a training step are best on a cluster: all that can be, those that fit, the fastest of them.
 
-Every way to write the number of GPUs as dp · tp · cp · pp is tried (tp and cp up to the GPUs of a node, since their
-collectives lie on the critical path; ep for experts), with micro-batches of 1 to 16 sequences, ZeRO 1 and 3,
-interleaved chunks, and as much recomputation as it takes to fit and no more: recomputing costs time whatever else there
-is. Layouts that do not fit are counted; where none fits, the one that misses by least is the answer, and says by how
-much.
+What is tried is in `search_space`; of recomputation as much as it takes to fit and no more, since it costs time
+whatever else there is. Layouts that do not fit are counted; where none fits, the one that misses by least is the
+answer, and says by how much.
 
 A layout's time is `step_time`, its memory `layout_memory`; both are *predicted*, and its reason names what takes time
 and how little the alternatives would change. Nothing is fitted here.
@@ -23,23 +21,18 @@ from bitwright.hardware.device import Device
 from bitwright.hardware.model_shape import ModelShape
 from bitwright.parallel.efficiency import Efficiency, efficiency_of
 from bitwright.parallel.job import DEFAULT_SOFTWARE, TYPICAL, Job, Software, Tuning, raise_if_not_modelled
-from bitwright.parallel.layout import Layout, Recompute, why_not
+from bitwright.parallel.layout import Layout, Recompute
 from bitwright.parallel.memory import LayoutMemory, MemoryFacts, layout_memory
 from bitwright.parallel.network import ClusterNetwork
 from bitwright.parallel.numerics import Numerics, numerics_of
 from bitwright.parallel.policy_memory import memory_facts
+from bitwright.parallel.search_space import layouts, recomputes
 from bitwright.parallel.step_time import StepTime, step_time
 from bitwright.training import choose
 from bitwright.training.policy import Policy
 
 #: Share of a device's memory that a step may fill.
 USABLE_SHARE = 0.95
-_MICRO_BATCHES = (1, 2, 4, 8, 16)
-_INTERLEAVES = (1, 2, 4)
-#: From what costs no time to what costs most.
-_RECOMPUTES: tuple[Recompute, ...] = ("none", "operations", "full")
-#: Tokens of a sequence from which it is worth cutting.
-_LONG_SEQUENCE = 16384
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +54,8 @@ class PlanRequest:
     tuning: Tuning = TYPICAL
     #: None: the one that the topology names.
     device: Device | None = None
-    #: Axis → its size where it is given; the others are searched.
-    fixed: tuple[tuple[str, int], ...] = ()
+    #: Axis → its size, or word (schedule, recompute), where it is given; the others are searched.
+    fixed: tuple[tuple[str, int | str], ...] = ()
 
     def __post_init__(self) -> None:
         raise_if_not_modelled(self.shape)
@@ -159,7 +152,9 @@ def plan_layouts(request: PlanRequest, *, limit: int = 5) -> ParallelPlan:
         numerics = numerics_of(policy)
         facts = memory_facts(policy, optimizer=request.optimizer)
         for job in _jobs(request, device, efficiency, numerics, refused):
-            fits, nearest = _least_recompute(job, facts, USABLE_SHARE * device.memory_bytes)
+            fits, nearest = _least_recompute(
+                job, facts, USABLE_SHARE * device.memory_bytes, recomputes(dict(request.fixed))
+            )
             if fits is None:
                 too_large += 1
                 if miss is None or nearest[1].total < miss.memory.total:
@@ -204,7 +199,16 @@ def _jobs(
     request: PlanRequest, device: Device, efficiency: Efficiency, numerics: Numerics, refused: Counter[str]
 ) -> Iterator[Job]:
     network = ClusterNetwork(topology=request.topology)
-    for layout in _layouts(request, refused):
+    found = layouts(
+        request.shape,
+        sequence=request.sequence,
+        global_batch=request.global_batch,
+        num_gpus=request.topology.num_ranks,
+        node=request.topology.counts[0],
+        fixed=dict(request.fixed),
+        refused=refused,
+    )
+    for layout in found:
         yield Job(
             shape=request.shape,
             sequence=request.sequence,
@@ -219,73 +223,12 @@ def _jobs(
         )
 
 
-def _layouts(request: PlanRequest, refused: Counter[str]) -> Iterator[Layout]:
-    gpus, shape = request.topology.num_ranks, request.shape
-    node = request.topology.counts[0]
-    fixed = dict(request.fixed)
-
-    def sizes(axis: str, most: int) -> list[int]:
-        if axis in fixed:
-            return [fixed[axis]]
-        return [size for size in range(1, most + 1) if gpus % size == 0]
-
-    for tp in sizes("tp", node):
-        for cp in sizes("cp", node // tp if request.sequence >= _LONG_SEQUENCE else 1):
-            for pp in sizes("pp", min(shape.num_layers, gpus // (tp * cp))):
-                if gpus % (tp * cp * pp):
-                    continue
-                dp = gpus // (tp * cp * pp)
-                for ep in sizes("ep", min(shape.num_experts, dp * cp)):
-                    yield from _variants(request, refused, {"dp": dp, "tp": tp, "cp": cp, "pp": pp, "ep": ep})
-
-
-def _variants(request: PlanRequest, refused: Counter[str], axes: dict[str, int]) -> Iterator[Layout]:
-    fixed = dict(request.fixed)
-    for micro in [fixed["micro_batch"]] if "micro_batch" in fixed else _MICRO_BATCHES:
-        for zero, group in _zeros(axes, fixed.get("zero"), request.topology.counts[0]):
-            for interleave in _INTERLEAVES if axes["pp"] > 1 else (1,):
-                layout = Layout(
-                    dp=axes["dp"],
-                    tp=axes["tp"],
-                    cp=axes["cp"],
-                    pp=axes["pp"],
-                    ep=axes["ep"],
-                    zero=zero,
-                    zero_group=group,
-                    micro_batch=micro,
-                    interleave=interleave,
-                    is_sequence_parallel=axes["tp"] > 1,
-                )
-                reason = why_not(
-                    layout,
-                    request.shape,
-                    sequence=request.sequence,
-                    num_gpus=request.topology.num_ranks,
-                    global_batch=request.global_batch,
-                )
-                if reason is None:
-                    yield layout
-                else:
-                    refused[reason] += 1
-
-
-def _zeros(axes: dict[str, int], fixed: int | None, node: int) -> list[tuple[int, int]]:
-    """(ZeRO stage, GPUs that divide states: 0 for all) worth trying: FSDP over all GPUs, and within a node (HSDP)."""
-    ranks = axes["dp"] * axes["cp"]
-    stages = [0] if ranks == 1 else [1, 3] if axes["pp"] == 1 else [1]
-    found = [(stage, 0) for stage in ([fixed] if fixed is not None else stages)]
-    inside = node // axes["tp"]
-    if (3, 0) in found and axes["cp"] == 1 and axes["ep"] == 1 and 1 < inside < ranks and axes["dp"] % inside == 0:
-        found.append((3, inside))
-    return found
-
-
 def _least_recompute(
-    job: Job, facts: MemoryFacts, usable: float
+    job: Job, facts: MemoryFacts, usable: float, tried_in_turn: Sequence[Recompute]
 ) -> tuple[tuple[Job, LayoutMemory] | None, tuple[Job, LayoutMemory]]:
     """The job with as little recomputation as fits, if any does; and the one that takes least."""
     tried = []
-    for recompute in _RECOMPUTES:
+    for recompute in tried_in_turn:
         changed = replace(job, layout=replace(job.layout, recompute=recompute))
         memory = layout_memory(changed, facts)
         if memory.total <= usable:

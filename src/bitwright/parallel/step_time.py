@@ -2,9 +2,9 @@
 
     a stage's micro-batch    layers · (forward + backward), the head on the last stage
     pipeline                 m · slowest stage + bubble + what passing activations on exposes
-    bubble                   (all stages - slowest) / interleave; a third of that for ZB-H1, a sixth for ZBV
-    data parallel            FSDP: both passes of every micro-batch; else, and with a pipeline, once a step, behind the
-                             last backward pass
+    bubble                   (all stages - slowest) / interleave, times what the schedule leaves of it (`bubble_share`)
+    data parallel            FSDP: both passes of every micro-batch; ZeRO 2, whose gradients nobody has whole: behind
+                             every backward pass; else, and with a pipeline, once a step, behind the last one
     optimizer                30 bytes a parameter that the GPU updates (Adam: read 4 numbers of 4 bytes, write 3 and a
                              16-bit copy)
 
@@ -23,7 +23,8 @@ from typing import Literal
 
 from bitwright.parallel.gemm_time import gemm_time, move_time_s
 from bitwright.parallel.job import Job
-from bitwright.parallel.layer_time import PassTime, backward_time, forward_time
+from bitwright.parallel.layer_time import PassTime, backward_time, forward_time, weight_gradient_time
+from bitwright.parallel.layout import Schedule
 from bitwright.parallel.network import Operation
 from bitwright.parallel.overlap import ddp_exposed_s, fsdp_exposed_s
 
@@ -31,8 +32,6 @@ from bitwright.parallel.overlap import ddp_exposed_s, fsdp_exposed_s
 _UPDATE_BYTES = 30
 #: Bytes that logits, their softmax and its gradient move per logit.
 _LOGIT_BYTES = 18
-#: Schedule → share of the plain bubble that it leaves.
-_BUBBLES = {"gpipe": 1.0, "1f1b": 1.0, "zero-bubble": 1 / 3, "zero-bubble-v": 1 / 6}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +81,8 @@ def step_time(job: Job) -> StepTime:
     stages = [count * per_layer.seconds for count in layers]
     stages[-1] += head_s
     slowest = max(range(len(stages)), key=stages.__getitem__)
-    bubble = (sum(stages) - stages[slowest]) / layout.interleave * _BUBBLES[layout.schedule]
+    left = bubble_share(layout.schedule, forward.seconds, backward.seconds, weight_gradient_time(job).seconds)
+    bubble = (sum(stages) - stages[slowest]) / layout.interleave * left
     at_work = per_layer.times(m * layers[slowest])
     parts = {
         "linear": at_work.linear,
@@ -112,6 +112,23 @@ def step_time(job: Job) -> StepTime:
         tokens_per_s_per_gpu=tokens / seconds,
         mfu=tokens / seconds * model_flops_per_token(job) / (peak * 1e12),
     )
+
+
+def bubble_share(schedule: Schedule, forward_s: float, backward_s: float, weights_s: float) -> float:
+    """Return the share of 1F1B's bubble, (p - 1)·(forward + backward), that a schedule leaves.
+
+    ZB-H1 moves gradients of weights, which nobody waits for, into the bubble: (p - 1)·(F + B - W) is left, B without W.
+    A zero-bubble V leaves half of that. With F = B = W these are a third and a sixth.
+
+    Args:
+        schedule: of the pipeline.
+        forward_s, backward_s: of a layer; backward with what is computed again and the gradients of weights.
+        weights_s: of the gradients of weights, of `backward_s`.
+    """
+    if not schedule.startswith("zero-bubble"):
+        return 1.0
+    left = max(0.0, forward_s + backward_s - 2 * weights_s) / (forward_s + backward_s)
+    return left / 2 if schedule == "zero-bubble-v" else left
 
 
 def model_flops_per_token(job: Job) -> float:
@@ -228,6 +245,7 @@ def _sharded_s(job: Job, parameters: float, ranks: int, forward: PassTime, backw
         )
     else:
         seconds = cost(operation, summed)
+    seconds *= job.num_micro_batches if layout.zero == 2 else 1
     if layout.zero:
         gather = cost("all_gather", held)
         hidden = layers * forward.seconds if software.overlaps_parameters else 0.0

@@ -92,13 +92,13 @@ def _event(stage: int, lane: str, name: str, category: Category, start: float, l
 
 
 def _single_stage(job: Job, time: StepTime) -> list[Event]:
-    """Layer by layer; FSDP's gathers and scatters beside it, or DDP's buckets beside the last backward pass."""
+    """Layer by layer; FSDP's gathers and scatters beside it, or buckets beside the last backward pass (ZeRO 2: all)."""
     events: list[Event] = []
     now = 0.0
     for index in range(time.num_micro_batches):
         is_last = index == time.num_micro_batches - 1
         now = _fsdp(job, time, index, now, events) if job.layout.zero == 3 else _plain(job, time, index, now, events)
-        if is_last and job.layout.zero < 3 and job.layout.dp * job.layout.cp > 1:
+        if (is_last or job.layout.zero == 2) and job.layout.zero < 3 and job.layout.dp * job.layout.cp > 1:
             now = _buckets(job, time, 0, now, events)
         if is_last and job.layout.zero == 3 and job.layout.zero_group:
             now = _across_groups(job, now, events)
