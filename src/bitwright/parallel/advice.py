@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from bitwright.comms.wire import safe_ranks
 from bitwright.errors import CommsError, HardwareError, ParallelError
 from bitwright.parallel.job import Job
-from bitwright.parallel.layout import why_not
+from bitwright.parallel.layout import Axis, why_not
 from bitwright.parallel.network import SlowerNetwork
 from bitwright.parallel.numerics import Numerics
 from bitwright.parallel.step_time import StepTime, step_time
+from bitwright.parallel.traffic import sent_bytes
 
 #: Part → what it is, for people.
 PART_TITLES = {
@@ -34,6 +35,8 @@ PART_TITLES = {
     "dp": "gradients and parameters",
     "optimizer": "optimizer",
 }
+#: Recomputation → what it computes again.
+_RECOMPUTED = {"selective": "scores of attention", "operations": "every other product", "full": "whole layers"}
 #: Gains below this are not worth a line.
 _LEAST_GAIN = 0.005
 
@@ -49,23 +52,60 @@ class Change:
 
 
 def reason_of(job: Job, time: StepTime) -> str:
-    """Return in a line why the layout is where it is: what each axis costs."""
-    layout, total = job.layout, time.seconds
+    """Return why a layout is where it is: how many bytes of a GPU lie on the critical path, and what hides the others.
+
+    Shares are of the step. What hides is found by timing the step again with nothing hidden.
+    """
+    layout, sent = job.layout, sent_bytes(job)
     parts = []
-    if layout.tp > 1:
-        place = "within a node" if layout.tp <= job.network.gpus_per_node else "across nodes"
-        parts.append(f"tp {place}, {time.parts['tp'] / total:.0%} exposed")
-    if layout.cp > 1:
-        parts.append(f"cp {time.parts['cp'] / total:.0%} exposed")
-    if layout.ep > 1:
-        parts.append(f"experts {time.parts['ep'] / total:.0%} exposed")
-    if layout.pp > 1:
-        parts.append(f"bubble {time.parts['bubble'] / total:.0%}")
-    if layout.dp > 1:
-        parts.append(f"gradients {time.parts['dp'] / total:.0%} exposed")
+    on_the_path: tuple[tuple[Axis, str], ...] = (("tp", "tp"), ("ep", "experts"))
+    for axis, title in on_the_path:
+        if axis in sent:
+            told = f"{_spell(sent[axis])} on the critical path, {_share(time, axis)}"
+            parts.append(f"{title} {_place(job, axis)}: {told}")
+    if "cp" in sent:
+        parts.append(f"cp {_place(job, 'cp')}: {_spell(sent['cp'])} behind attention, {_share(time, 'cp')} exposed")
+    if "pp" in sent:
+        told = (
+            f"{_spell(sent['pp'])} behind other chunks, {_share(time, 'pp')} exposed; bubble {_share(time, 'bubble')}"
+        )
+        parts.append(f"pp {_place(job, 'pp')}: {told}")
+    if "dp" in sent:
+        what = "parameters and gradients" if layout.zero == 3 else "gradients"
+        parts.append(f"{what} {_place(job, 'dp')}: {_spell(sent['dp'])}, {_hidden(job, time)}")
     if layout.recompute != "none":
-        parts.append(f"recomputes {'whole layers' if layout.recompute == 'full' else 'every other product'}")
-    return ", ".join(parts) or "one GPU: nothing is exchanged"
+        parts.append(f"recomputes {_RECOMPUTED[layout.recompute]}")
+    return "; ".join(parts) or "one GPU: nothing is exchanged"
+
+
+def _hidden(job: Job, time: StepTime) -> str:
+    """How much of what data parallelism takes lies behind passes."""
+    software = replace(job.software, overlaps_gradients=False, overlaps_parameters=False)
+    bare = step_time(replace(job, software=software)).parts["dp"]
+    exposed = time.parts["dp"]
+    hidden = max(0.0, 1 - exposed / bare) if bare else 0.0
+    behind = "both passes" if job.layout.zero == 3 and job.layout.pp == 1 else "the backward pass"
+    return f"{hidden:.0%} of its time behind {behind}, {_share(time, 'dp')} exposed"
+
+
+def _share(time: StepTime, part: str) -> str:
+    return f"{time.parts[part] / time.seconds:.0%}"
+
+
+def _place(job: Job, axis: Axis) -> str:
+    """Whether a group along an axis stays on the fast links."""
+    layout = job.layout
+    sizes = {"tp": layout.tp, "ep": layout.ep, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp * layout.cp}
+    stride = layout.tp if axis == "dp" else layout.stride(axis)
+    ranks = 2 if axis == "pp" else sizes[axis]
+    return "within a node" if ranks * stride <= job.network.gpus_per_node else "across nodes"
+
+
+def _spell(num_bytes: float) -> str:
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes / 2**20:.3g} MiB"
 
 
 def bottleneck_of(time: StepTime) -> str:
