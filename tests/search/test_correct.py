@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from bitwright.models.sites import Site
 from bitwright.search.candidate import Candidate
-from bitwright.search.correct import PROBE_KL, Correction, Probe, choose_role_probes, fit_roles
+from bitwright.search.correct import (
+    PROBE_KL,
+    ROUNDING_PROBE_KL,
+    Correction,
+    Probe,
+    choose_role_probes,
+    choose_rounding_probes,
+    fit_factors,
+)
 from bitwright.search.jumps import Jumps
 
 positive = st.floats(-6, 2).map(lambda exponent: 10.0**exponent)
@@ -86,16 +94,16 @@ def test_a_total_that_is_no_positive_number_says_nothing(site_sum: float, measur
 
 def test_factors_lie_between_the_probe_and_the_common_mean() -> None:
     """ln factors −ln 2 and +ln 2: mean 0, sample variance 2 ln² 2 = 0.9609, of which one probe's error is 0.0225."""
-    factors = fit_roles([probe("attn.q", 0.02, 0.01), probe("attn.v", 0.02, 0.04)]).role_factors
+    factors = fit_factors([probe("attn.q", 0.02, 0.01), probe("attn.v", 0.02, 0.04)]).role_factors
     trust = (0.9609 - 0.0225) / 0.9609
     assert factors["attn.q"] == pytest.approx(2 ** (-trust), rel=1e-4)
     assert factors["attn.v"] == pytest.approx(2**trust, rel=1e-4)
-    assert fit_roles([probe("attn.q", 0.02, 0.03)]).role_factors["attn.q"] == pytest.approx(1.5)
+    assert fit_factors([probe("attn.q", 0.02, 0.03)]).role_factors["attn.q"] == pytest.approx(1.5)
 
 
 def test_roles_that_differ_by_less_than_probes_err_have_one_factor() -> None:
     """Ratios of 0.9 and 1.1: variance of logarithms 0.0201, below 0.15² = 0.0225; both get the geometric mean."""
-    factors = fit_roles([probe("attn.q", 0.02, 0.018), probe("attn.v", 0.02, 0.022)]).role_factors
+    factors = fit_factors([probe("attn.q", 0.02, 0.018), probe("attn.v", 0.02, 0.022)]).role_factors
     assert factors == {role: pytest.approx(math.sqrt(0.99)) for role in ("attn.q", "attn.v")}
 
 
@@ -104,17 +112,66 @@ def test_values_that_stray_say_nothing_of_weights() -> None:
     weights = [probe("attn.q", 0.02, 0.018), probe("attn.k", 0.02, 0.02), probe("attn.v", 0.02, 0.022)]
     stray = [probe("norm values", 0.01, 0.01), probe("residual values", 0.001, 0.005)]
     values = [dataclasses.replace(p, of_values=True) for p in stray]
-    factors = fit_roles([*weights, *values]).role_factors
-    assert {role: factors[role] for role in ("attn.q", "attn.k", "attn.v")} == fit_roles(weights).role_factors
+    factors = fit_factors([*weights, *values]).role_factors
+    assert {role: factors[role] for role in ("attn.q", "attn.k", "attn.v")} == fit_factors(weights).role_factors
     assert factors["attn.q"] == factors["attn.v"]
     assert factors["norm values"] < 1.2 < 4 < factors["residual values"]
+
+
+def test_a_probe_whose_sequences_disagree_is_trusted_less() -> None:
+    """Three roles at 1 and one at 5, by moments (DerSimonian & Laird): one sequence of all it was measured on tells."""
+    level = [probe(f"role {i}", 0.02, 0.02) for i in range(3)]
+    stray = probe("residual", 0.001, 0.005)
+    sure = fit_factors([*level, stray]).role_factors
+    unsure = fit_factors([*level, dataclasses.replace(stray, relative_error=0.9)]).role_factors
+    w, v = 1 / 0.0225, 1 / 0.81
+    q = (3 * w * v / (3 * w + v)) * math.log(5) ** 2
+    apart = max(0.0, (q - 3) / (3 * w + v - (3 * w**2 + v**2) / (3 * w + v)))
+    own, others = 1 / (apart + 0.81), 3 / (apart + 0.0225)
+    mean = own * math.log(5) / (own + others)
+    assert math.log(unsure["residual"]) == pytest.approx(mean + apart * own * (math.log(5) - mean))
+    assert unsure["residual"] < 1.1 < 4 < sure["residual"]
+
+
+def test_what_a_rounding_is_told_too_little_is_its_own_factor() -> None:
+    """All sites in it: 1.5 times what was predicted; its role, measured at 1.5 too, is then told right."""
+    fed_back = {"rounding": "gradient_aware"}
+    whole = dataclasses.replace(probe("", 0.1, 0.15), **fed_back)
+    roles = [dataclasses.replace(probe("mlp.up", 0.02, 0.03), **fed_back), probe("attn.q", 0.02, 0.02)]
+    correction = fit_factors(roles, [whole])
+    assert correction.rounding_factors == {"gradient_aware": pytest.approx(1.5)}
+    assert correction.role_factors == {"mlp.up": pytest.approx(1.0), "attn.q": pytest.approx(1.0)}
+    assert correction.site("mlp.up", 0.02, "gradient_aware") == pytest.approx(0.03)
+    assert correction.site("mlp.up", 0.02) == pytest.approx(0.02)
+
+
+def test_all_sites_take_the_scheme_nearest_to_the_aim_for_each_rounding_that_needs_data() -> None:
+    nearest, fine = Candidate(scheme="int4_g32"), Candidate(scheme="int8_w", rounding="gradient_aware")
+    fed_back = Candidate(scheme="int4_g32", rounding="gradient_aware")
+    plain = Candidate(scheme="int4_g32", rounding="gptq")
+    aim = ROUNDING_PROBE_KL
+    scores = {
+        "a": {nearest: aim, fed_back: aim / 3, fine: aim / 50, plain: math.nan},
+        "b": {nearest: aim, fed_back: aim / 3, plain: aim},
+    }
+    probes = choose_rounding_probes([site("a", "q"), site("b", "k")], scores, (nearest, fed_back, fine, plain))
+    assert probes == {"gradient_aware": {"a": fed_back, "b": fed_back}, "gptq": {"b": plain}}
+
+
+def test_what_is_common_to_whole_assignments_is_said_of_weights_alone() -> None:
+    """Weights at twice their prediction, beside values that are told right."""
+    correction = fit_factors([probe("attn.q", 0.02, 0.02), dataclasses.replace(probe("kv", 1.0, 1.0), of_values=True)])
+    points = [(0.1, 0.0, 0.2), (0.01, 0.002, 0.022), (0.001, 0.1, 3.0)]  # of the last, values are the larger part
+    levelled = correction.levelled(points, {"attn.q"})
+    assert levelled.role_factors == {"attn.q": pytest.approx(2.0), "kv": pytest.approx(1.0)}
+    assert correction.levelled(points[2:], {"attn.q"}) == correction
 
 
 def test_where_experts_are_chosen_factors_are_those_of_smooth_parts() -> None:
     """S + c √S with c = 0.1: two probes of S = 0.01 and 0.0001, both predicted at half of that."""
     law = Jumps(c=0.1)
     probes = [probe("attn.q", 0.005, 0.01 + 0.1 * 0.1), probe("attn.v", 0.00005, 0.0001 + 0.1 * 0.01)]
-    correction = fit_roles(probes, law)
+    correction = fit_factors(probes, jumps=law)
     assert correction.role_factors == {"attn.q": pytest.approx(2.0), "attn.v": pytest.approx(2.0)}
     assert correction.part(correction.site("attn.q", 0.005)) == pytest.approx(0.02)
     assert correction.total(0.0001) == pytest.approx(0.0011)
@@ -122,9 +179,9 @@ def test_where_experts_are_chosen_factors_are_those_of_smooth_parts() -> None:
 
 
 def test_probes_without_a_signal_are_left_out() -> None:
-    factors = fit_roles([probe("a", 0.0, 0.01), probe("b", 0.01, 0.0), probe("c", 0.01, 0.02)]).role_factors
+    factors = fit_factors([probe("a", 0.0, 0.01), probe("b", 0.01, 0.0), probe("c", 0.01, 0.02)]).role_factors
     assert factors == {"c": pytest.approx(2.0)}
-    assert fit_roles([]).role_factors == {}
+    assert fit_factors([]).role_factors == {}
 
 
 def test_each_role_is_probed_with_the_choice_nearest_to_the_aim() -> None:

@@ -40,6 +40,8 @@ def test_every_plan_is_valid_and_meets_its_budget(plan_of: Callable[[str], Plan]
             assert ("between experts" if site.role == "router" else "--include-head") in site.reason
     assert not any("(1 sites)" in note for note in plan.notes)
     assert plan.predictions and all(p.measured_kl > 0 for p in plan.predictions)
+    fed_back = next(p for p in plan.predictions if p.what == "whole model in int4_g32 gradient_aware")
+    assert fed_back.kind == "total" and fed_back.predicted_kl > 0
     total = plan.predictions[-1]
     assert 0.5 < total.predicted_kl / total.measured_kl < 2
     sizes = [point.weight_bytes for point in plan.frontier]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,11 +109,9 @@ def test_a_fused_matrix_that_rounds_inputs_has_one_transform(make_tiny_model: Ca
 # --- scores of codes that saw the text -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [0.05, 0.2, 0.4])
-def test_optimism_is_that_of_least_squares(share: float) -> None:
-    """p coefficients fitted to n tokens of noise: squared residuals are σ²(n − p)/n on them, σ²(1 + p/n) elsewhere."""
-    half = 2 * share  # p/n with half of the tokens
-    assert optimism_of((1 + half) / (1 - half)) == pytest.approx((1 + share) / (1 - share))
+def test_twice_the_tokens_take_optimism_by_the_root_of_two() -> None:
+    """ρ of halves is e^1: of all tokens e^(1/√2); where the other half does no worse there is none."""
+    assert math.log(optimism_of(math.e)) == pytest.approx(math.sqrt(0.5))
     assert optimism_of(0.8) == 1.0
 
 

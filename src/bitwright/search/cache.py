@@ -35,7 +35,7 @@ from bitwright.search.candidate import Candidate
 from bitwright.search.stored_arrays import StoredArrays, write_arrays
 
 #: Raise this when scores of the same inputs would come out different.
-ESTIMATOR_VERSION = 9
+ESTIMATOR_VERSION = 10
 
 
 def default_folder() -> Path:

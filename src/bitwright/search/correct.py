@@ -1,36 +1,43 @@
 """Probes: a handful of measurements that calibrate every prediction.
 
-A second-order prediction is off by a factor that depends on the role (softmax damps errors of q, values pass theirs on)
-and by another for many errors at once (they interact, and KL saturates). Both are measured, not assumed:
+A second-order prediction is off by a factor that depends on the role (softmax damps errors of q, values pass theirs
+on), by one that depends on the rounding (codes that saw the calibration text look too good on it, and `optimism.py`
+finds but a part of that), and by another for many errors at once (they interact, and KL saturates). All are measured:
 
+    rounding  all sites take one scheme under one rounding that needs data, and the KL is measured:
+              factor_rounding = measured / predicted; roundings without data have none
     role      all sites of one role at a time take one scheme, and the KL is measured:
-              factor_role = measured / predicted, drawn towards the mean of all roles (of weights, and of values) as
-              far as one probe can err:
-              log factor = mean + τ² / (τ² + ε²) · (log ratio − mean), τ² = max(0, variance of log ratios − ε²)
-    total     a few whole assignments along the front are measured; between them log KL_total is interpolated in log Σ,
+              factor_role = measured / (factor_rounding · predicted), drawn towards the mean of all roles (of weights,
+              and of values)
+    total     a few whole assignments along the front are measured. Their mean ratio of measured to sum is a factor on
+              all weights (`levelled`); what is left is a curve: between them log KL_total is interpolated in log Σ,
               and beyond them it goes on in proportion
 
-    site    corrected = factor_role · raw score
+    site    corrected = factor_role · factor_rounding · raw score
     plan    predicted = total(Σ corrected)
+
+Of the front's assignments weights make nearly all of the sum, so what is common to them is said of weights. A curve
+that held it (1.12 and 1.28 at the two ends of a front) raised plans of values alone just as much, whose sums were too
+high as they stood (SmolLM2-135M: 1.2 and 1.35 of what was measured in FP8, per token and per head).
 
 Where a model chooses experts, a sum S of corrected sites costs S + c √S (`jumps.py`): factors are then those of the
 smooth parts of what was measured, and totals are interpolated over S + c √S instead of S.
 
-τ is what sets roles apart, ε how far one probe errs; τ² is estimated from the probes themselves, as empirical Bayes
-does (Efron & Morris 1973). Where roles differ by no more than probes err, factors are noise that spoils the choice:
-SmolLM2-135M in int4 and int8, KL on other text with factors trusted by nine tenths against none, + 2.6 % at 6.50 bits,
-+ 3.3 % at 6.30, + 0.4 % at 5.31, + 0.7 % at 4.62.
+Factors are drawn to their mean as far as probes can err (`shrink.py`). Where roles differ by no more than that, factors
+are noise that spoils the choice: SmolLM2-135M in int4 and int8, KL on other text with factors trusted by nine tenths
+against none, + 2.6 % at 6.50 bits, + 3.3 % at 6.30, + 0.4 % at 5.31, + 0.7 % at 4.62.
+
+A probe errs by no less than _PROBE_ERROR, and by as much as the standard error over its sequences: a residual stream
+in bf16, whose KL lay in one sequence of eight, cost 5 times its prediction there and as much as predicted elsewhere.
 
 A role's probe takes the scheme whose predicted KL lies nearest to PROBE_KL: large enough to stand out of the text's
-noise, small enough for the second order to hold. Of a scheme's roundings it takes the best, which is what is chosen:
-predictions of codes that saw the calibration text are lower than of others by 0.6, after `optimism.py` too, so that a
-factor from nearest codes would be of no use to them.
+noise, small enough for the second order to hold. Of a scheme's roundings it takes the best, which is what is chosen.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -38,13 +45,15 @@ import numpy as np
 from bitwright.models import Site
 from bitwright.models.value_sites import ValueSite
 from bitwright.plan import role_label
-from bitwright.quantize import SCHEMES
+from bitwright.quantize import ROUNDINGS, SCHEMES
 from bitwright.search.candidate import Candidate
 from bitwright.search.jumps import Jumps
 from bitwright.search.score import Scores
+from bitwright.search.shrink import drawn_to_mean
 
-#: Predicted KL that a role's probe aims for, nats per token.
+#: Predicted KL that a role's probe aims for, nats per token; and that of all sites in one rounding.
 PROBE_KL = 0.03
+ROUNDING_PROBE_KL = 0.1
 #: Standard deviation of log(measured / predicted) of one probe: the text's noise, and what the second order leaves out.
 _PROBE_ERROR = 0.15
 #: Totals that differ by less are level: no sum could be told from them.
@@ -63,6 +72,9 @@ class Probe:
     measured: float
     #: Sites of values, not of weights.
     of_values: bool = False
+    rounding: str = "rtn"
+    #: Standard error of `measured` over the text's sequences, relative; 0 where it is not known.
+    relative_error: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,14 +82,35 @@ class Correction:
     """Turns raw scores into predictions."""
 
     role_factors: Mapping[str, float]
+    #: Rounding → factor on scores of codes that it found.
+    rounding_factors: Mapping[str, float] = field(default_factory=dict)
     #: Measured totals: (sum of corrected sites, measured KL), both rising; none means that sites simply add up.
     totals: tuple[tuple[float, float], ...] = ()
     #: What errors cost beyond the second order.
     jumps: Jumps = field(default_factory=Jumps)
 
-    def site(self, role: str, raw: float) -> float:
+    def site(self, role: str, raw: float, rounding: str = "rtn") -> float:
         """What one site adds to the sum of sites, nats per token."""
-        return self.role_factors.get(role, 1.0) * raw
+        return self.role_factors.get(role, 1.0) * self.rounding_factors.get(rounding, 1.0) * raw
+
+    def levelled(self, points: Sequence[tuple[float, float, float]], of_weights: Collection[str]) -> Correction:
+        """The same with what is common to measured assignments made a factor on the roles of weights.
+
+        Args:
+            points: (sum of weights, sum of values, measured KL), sums as this correction has them; those of which
+                weights are not the larger part say nothing.
+            of_weights: the labels of roles of weights.
+        """
+        ratios = [
+            (self.jumps.smooth(measured) - of_values) / weights
+            for weights, of_values, measured in points
+            if weights > of_values and self.jumps.smooth(measured) > of_values
+        ]
+        if not ratios:
+            return self
+        level = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        roles = {role: factor * (level if role in of_weights else 1.0) for role, factor in self.role_factors.items()}
+        return replace(self, role_factors=roles)
 
     def part(self, site_sum: float) -> float:
         """Predicted KL of one or a few sites that add up to `site_sum`: totals tell of whole assignments alone."""
@@ -153,22 +186,42 @@ def choose_role_probes(
     return probes
 
 
-def fit_roles(probes: Sequence[Probe], jumps: Jumps | None = None) -> Correction:
-    """Factors of all roles, each drawn towards the mean of its kind by how much one probe can err."""
+def choose_rounding_probes(
+    sites: Sequence[Site], scores: Scores, candidates: Sequence[Candidate]
+) -> dict[str, dict[str, Candidate]]:
+    """Rounding that needs data → assignment of all sites, with a predicted sum as near to ROUNDING_PROBE_KL as any."""
+    probes: dict[str, dict[str, Candidate]] = {}
+    for rounding in dict.fromkeys(c.rounding for c in candidates if ROUNDINGS[c.rounding].needs_data):
+        kls: dict[Candidate, dict[str, float]] = {}
+        for candidate in (c for c in candidates if c.rounding == rounding):
+            found = {site.name: scores.get(site.name, {}).get(candidate, math.nan) for site in sites}
+            kls[candidate] = {name: kl for name, kl in found.items() if math.isfinite(kl)}
+        reach = max(len(found) for found in kls.values())
+        sums = {c: math.fsum(f.values()) for c, f in kls.items() if len(f) == reach and math.fsum(f.values()) > 0}
+        if sums:
+            best = min(sums, key=lambda c: (abs(math.log(sums[c] / ROUNDING_PROBE_KL)), c))
+            probes[rounding] = dict.fromkeys(kls[best], best)
+    return probes
+
+
+def fit_factors(probes: Sequence[Probe], roundings: Sequence[Probe] = (), jumps: Jumps | None = None) -> Correction:
+    """Factors of all roundings, and of all roles, each drawn as far as its probe can err.
+
+    Args:
+        probes: of the roles.
+        roundings: of all sites in one rounding each.
+        jumps: what errors cost beyond the second order.
+    """
     jumps = jumps if jumps is not None else Jumps()
+    usable = [p for p in roundings if p.predicted > 0 and p.measured > 0]
+    of_roundings = {p.rounding: jumps.smooth(p.measured) / p.predicted for p in usable}
     factors: dict[str, float] = {}
     for of_values in (False, True):
         usable = [p for p in probes if p.of_values == of_values and p.predicted > 0 and p.measured > 0]
-        factors |= _drawn_to_mean({p.role: math.log(jumps.smooth(p.measured) / p.predicted) for p in usable})
-    return Correction(role_factors=factors, jumps=jumps)
-
-
-def _drawn_to_mean(ratios: Mapping[str, float]) -> dict[str, float]:
-    """Role → factor, from logarithms of measured over predicted."""
-    if not ratios:
-        return {}
-    mean = sum(ratios.values()) / len(ratios)
-    variance = sum((ratio - mean) ** 2 for ratio in ratios.values()) / max(1, len(ratios) - 1)
-    apart = max(0.0, variance - _PROBE_ERROR**2)
-    trust = apart / (apart + _PROBE_ERROR**2)
-    return {role: math.exp(mean + trust * (ratio - mean)) for role, ratio in ratios.items()}
+        told = {p.role: p.predicted * of_roundings.get(p.rounding, 1.0) for p in usable}
+        drawn = drawn_to_mean(
+            {p.role: math.log(jumps.smooth(p.measured) / told[p.role]) for p in usable},
+            {p.role: max(_PROBE_ERROR, p.relative_error) for p in usable},
+        )
+        factors |= {role: math.exp(log) for role, log in drawn.items()}
+    return Correction(role_factors=factors, rounding_factors=of_roundings, jumps=jumps)

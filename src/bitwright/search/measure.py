@@ -6,6 +6,7 @@ The same assignment on the same text is measured once: results are kept by a dig
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,16 @@ from bitwright.search.value_scores import ValueLearned
 
 #: What is said of a prediction that stands beside a measurement with other codes than it is of.
 PREDICTED_BEFORE = ", predicted before its codes were refined"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredKl:
+    """A KL as a text has it."""
+
+    #: Mean, nats per scored prediction.
+    kl: float
+    #: Its standard error over the sequences, relative; 0 where there is one sequence.
+    relative_error: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,16 +62,20 @@ class Meter:
 
     def kl(self, assignment: Assignment, num_sequences: int, stage: Stage) -> float:
         """Mean KL on the first `num_sequences` sequences, nats; sites that are not named stay as loaded."""
+        return self.measured(assignment, num_sequences, stage).kl
+
+    def measured(self, assignment: Assignment, num_sequences: int, stage: Stage) -> MeasuredKl:
+        """The same with its standard error."""
         if self.quantizer.refined:  # an assignment does not say which codes they are
-            return self.effects(assignment, num_sequences, stage).mean_kl
+            return with_error(self.effects(assignment, num_sequences, stage))
         key = self._digest(assignment, num_sequences)
-        known = self.cache.read_measured()
-        if key in known:
+        known, key_of_error = self.cache.read_measured(), f"{key} error"
+        if key in known and key_of_error in known:
             stage.advance(num_sequences)
-            return known[key]
-        measured = self.effects(assignment, num_sequences, stage).mean_kl
-        self.cache.write_measured({**self.cache.read_measured(), key: measured})
-        return measured
+            return MeasuredKl(kl=known[key], relative_error=known[key_of_error])
+        found = with_error(self.effects(assignment, num_sequences, stage))
+        self.cache.write_measured({**self.cache.read_measured(), key: found.kl, key_of_error: found.relative_error})
+        return found
 
     def effects(
         self, assignment: Assignment, num_sequences: int | None, stage: Stage, counters: Counters | None = None
@@ -83,3 +98,13 @@ class Meter:
     def _digest(self, assignment: Assignment, num_sequences: int) -> str:
         changed = sorted((name, str(c)) for name, c in assignment.items() if c.scheme != AS_LOADED.scheme)
         return hashlib.sha256(f"{self.reference.text.hash} {num_sequences} {changed}".encode()).hexdigest()[:32]
+
+
+def with_error(effects: Effects) -> MeasuredKl:
+    """Mean KL, as a ratio of sums, and its standard error by how far sequences deviate from it."""
+    mean, count = effects.mean_kl, len(effects.kl)
+    if count < 2 or mean <= 0:
+        return MeasuredKl(kl=mean, relative_error=0.0)
+    deviations = effects.kl - mean * effects.num_scored
+    variance = count / (count - 1) * float((deviations**2).sum())
+    return MeasuredKl(kl=mean, relative_error=math.sqrt(variance) / (mean * float(effects.num_scored.sum())))

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from bitwright.models import Site
 from bitwright.plan import Prediction
 from bitwright.quantize import SCHEMES
 from bitwright.search.candidate import Candidate
-from bitwright.search.correct import Correction, Probe, choose_role_probes, fit_roles, label_of
+from bitwright.search.correct import (
+    Correction,
+    Probe,
+    choose_role_probes,
+    choose_rounding_probes,
+    fit_factors,
+    label_of,
+)
 from bitwright.search.jumps import fit_jumps
 from bitwright.search.learn import Learned
 from bitwright.search.measure import PREDICTED_BEFORE, Meter
-from bitwright.search.price import AS_LOADED, AnySite, Assignment
+from bitwright.search.price import AS_LOADED, END_ROLES, AnySite, Assignment
 from bitwright.search.problem import Problem, build_problem
-from bitwright.search.progress import Progress
+from bitwright.search.progress import Progress, Stage
 from bitwright.search.settings import Settings
 from bitwright.search.solve import Solution
 from bitwright.search.subject import Subject
@@ -31,47 +39,18 @@ TOTAL_PROBE_KLS = (0.3, 0.01, 0.001)
 def probe(
     subject: Subject, settings: Settings, learned: Learned, meter: Meter, progress: Progress
 ) -> tuple[Problem, tuple[Prediction, ...]]:
-    """Measure one probe a role and a few whole assignments; return the corrected problem and what was predicted."""
-    num_sequences = meter.reference.text.num_sequences
-    count = min(ROLE_PROBE_SEQUENCES, num_sequences)
-    everywhere: tuple[AnySite, ...] = (*subject.sites, *subject.value_sites)
-    scored = [site for site in everywhere if site.name in learned.scores]
-    of_values = [site for site in scored if site.kind != "weight"]
-    weight_probes = choose_role_probes([s for s in scored if s.kind == "weight"], learned.scores, settings.candidates)
-    value_probes = choose_role_probes(of_values, learned.scores, _value_choices(of_values, learned))
-    role_probes = weight_probes | value_probes
-    probes: list[Probe] = []
-    with progress.stage("probe the roles", count * len(role_probes)) as stage:
-        for role, assignment in role_probes.items():
-            choice = next(iter(assignment.values()))
-            raw = sum(learned.scores[name][choice] for name in assignment)
-            probes.append(
-                Probe(
-                    role=role,
-                    what=f"{len(assignment)} × {role} in {choice}",
-                    scheme=choice.scheme,
-                    predicted=raw,
-                    measured=meter.kl(assignment, count, stage),
-                    of_values=role in value_probes,
-                )
-            )
-    predictions = [
-        Prediction(
-            what=p.what,
-            predicted_kl=p.predicted,
-            measured_kl=p.measured,
-            kind="role",
-            scheme=p.scheme,
-            role=p.role,
-        )
-        for p in probes
-    ]
-    problem = _corrected(subject, settings, learned, fit_roles(probes))
+    """Measure a probe of each rounding and role, and a few whole assignments.
+
+    Returns the corrected problem, and what was predicted before.
+    """
+    roundings, roles = _measure_probes(subject, settings, learned, meter, progress)
+    problem = _corrected(subject, settings, learned, fit_factors(roles, roundings))
     chosen = [problem.assignment(point) for point in _spread_over(problem.front(), TOTAL_PROBE_KLS)]
-    count = min(TOTAL_PROBE_SEQUENCES, num_sequences)
+    count = min(TOTAL_PROBE_SEQUENCES, meter.reference.text.num_sequences)
     with progress.stage("probe the totals", count * len(chosen)) as stage:
         totals = [(assignment, meter.kl(assignment, count, stage)) for assignment in chosen]
-    predictions += [
+    told = [_told_of_probe(p, "total") for p in roundings] + [_told_of_probe(p, "role") for p in roles]
+    told += [
         Prediction(
             what=f"whole model at {subject.prices.effective_bits(assignment):.2f} bits",
             predicted_kl=problem.site_sum(assignment),
@@ -82,12 +61,64 @@ def probe(
     ]
     if any(site.role == "router" for site in subject.sites):
         plain = replace(problem, correction=Correction(role_factors={}))
-        pairs = [(p.predicted, p.measured) for p in probes] + [(plain.site_sum(a), kl) for a, kl in totals]
-        problem = _corrected(subject, settings, learned, fit_roles(probes, fit_jumps(pairs)))
-    correction = problem.correction
+        pairs = [(p.predicted, p.measured) for p in (*roundings, *roles)]
+        pairs += [(plain.site_sum(a), kl) for a, kl in totals]
+        problem = _corrected(subject, settings, learned, fit_factors(roles, roundings, fit_jumps(pairs)))
+    values = {site.name for site in subject.value_sites}
+    of_values = [problem.site_sum({n: c for n, c in a.items() if n in values}) for a, _ in totals]
+    points = [(problem.site_sum(a) - v, v, kl) for (a, kl), v in zip(totals, of_values, strict=True)]
+    correction = problem.correction.levelled(points, {p.role for p in roles if not p.of_values})
+    problem = _corrected(subject, settings, learned, correction)
     for assignment, measured in totals:
         correction = correction.with_total(problem.site_sum(assignment), measured)
-    return replace(problem, correction=correction), tuple(predictions)
+    return replace(problem, correction=correction), tuple(told)
+
+
+def _measure_probes(
+    subject: Subject, settings: Settings, learned: Learned, meter: Meter, progress: Progress
+) -> tuple[list[Probe], list[Probe]]:
+    """All weights in one rounding each, and all sites of one role each, in the choices that tell most."""
+    count = min(ROLE_PROBE_SEQUENCES, meter.reference.text.num_sequences)
+    everywhere: tuple[AnySite, ...] = (*subject.sites, *subject.value_sites)
+    scored = [site for site in everywhere if site.name in learned.scores]
+    of_values = [site for site in scored if site.kind != "weight"]
+    of_weights = [site for site in subject.sites if site.name in learned.scores]
+    by_rounding = choose_rounding_probes(
+        [site for site in of_weights if site.role not in END_ROLES], learned.scores, settings.candidates
+    )
+    by_role = choose_role_probes(of_weights, learned.scores, settings.candidates)
+    values_by_role = choose_role_probes(of_values, learned.scores, _value_choices(of_values, learned))
+
+    def measured(label: str, assignment: Mapping[str, Candidate], stage: Stage) -> Probe:
+        choice = next(iter(assignment.values()))
+        found = meter.measured(assignment, count, stage)
+        return Probe(
+            role=label,
+            what=f"{len(assignment)} × {label} in {choice}" if label else f"whole model in {choice}",
+            scheme=choice.scheme,
+            rounding=choice.rounding,
+            predicted=math.fsum(learned.scores[name][choice] for name in assignment),
+            measured=found.kl,
+            relative_error=found.relative_error,
+            of_values=label in values_by_role,
+        )
+
+    with progress.stage("probe the roundings", count * len(by_rounding)) as stage:
+        roundings = [measured("", assignment, stage) for assignment in by_rounding.values()]
+    with progress.stage("probe the roles", count * (len(by_role) + len(values_by_role))) as stage:
+        roles = [measured(role, assignment, stage) for role, assignment in (by_role | values_by_role).items()]
+    return roundings, roles
+
+
+def _told_of_probe(found: Probe, kind: Literal["role", "total"]) -> Prediction:
+    return Prediction(
+        what=found.what,
+        predicted_kl=found.predicted,
+        measured_kl=found.measured,
+        kind=kind,
+        scheme=found.scheme,
+        role=found.role or None,
+    )
 
 
 def _corrected(subject: Subject, settings: Settings, learned: Learned, correction: Correction) -> Problem:

@@ -73,7 +73,9 @@ class Problem:
         return sum(self._share(s, assignment[s.name]) for s in self.prices.all_sites if s.name in assignment)
 
     def _share(self, site: AnySite, choice: Candidate) -> float:
-        return 0.0 if choice == AS_LOADED else self.correction.site(label_of(site), self.scores[site.name][choice])
+        if choice == AS_LOADED:
+            return 0.0
+        return self.correction.site(label_of(site), self.scores[site.name][choice], choice.rounding)
 
     def total_kl(self, assignment: Assignment) -> float:
         """Predicted KL of a whole assignment, nats per token."""
@@ -278,7 +280,7 @@ def _joint_choices(
             )
             for candidate, raw in scores[site.name].items()
             if _agreement(site, candidate, shared) == terms
-            and math.isfinite(kl := correction.site(label_of(site), raw))
+            and math.isfinite(kl := correction.site(label_of(site), raw, candidate.rounding))
         ]
         joint = _undominated([_together(left, right) for left in joint for right in _undominated(own)])
     return joint
