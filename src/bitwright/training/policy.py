@@ -6,6 +6,7 @@
     update       how the optimizer's result is stored in them (`updates/`)
     moments      how the optimizer's moments are kept between steps
     gradients    how the gradients of micro-batches are added up, and clipped
+    uses         how those of one weight's uses in a forward pass are: in `compute`, as autocast does, or in fp32
     loss_scale   the state machine that keeps fp16 gradients above its smallest number (`loss_scale.py`)
 
 fp32 parameters are the masters, as with torch.autocast: no second copy of a weight exists, and `bf16-mixed` is bit for
@@ -33,6 +34,7 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
     "parameters": ("fp32", "bf16"),
     "moments": ("fp32", "bf16", "fp16"),
     "gradients": ("fp32", "bf16"),
+    "uses": ("compute", "fp32"),
 }
 
 
@@ -73,6 +75,9 @@ class Policy:
     moments: str = "fp32"
     #: Format in which the gradients of micro-batches are added up.
     gradients: str = "fp32"
+    #: Format in which the gradients of one fp32 weight are added up that a forward pass uses many times (a loss in
+    #: chunks, a layer in a loop): "compute", autocast's own; or "fp32", which casts the weight for each use anew.
+    uses: str = "compute"
     #: None: the loss is not scaled.
     loss_scale: LossScaleRule | None = None
     #: Roles that the recipe leaves alone; empty where there is no recipe.
@@ -112,6 +117,12 @@ class Policy:
         if self.products is None:
             return ()
         return tuple(dict.fromkeys(rule.scheme.format for rule in self.products.operands.values()))
+
+    @property
+    def format_of_uses(self) -> str:
+        """Format in which the gradients of a weight's uses are added up outside of the recipe, which adds in fp32."""
+        is_cast = self.compute in ("fp16", "bf16") and self.parameters == "fp32" and self.uses == "compute"
+        return self.compute if is_cast else self.gradients
 
     @property
     def level(self) -> str:

@@ -108,7 +108,8 @@ class Step:
         run = self._run
         run._announce_micro_batch()
         self._forward = ExitStack()
-        self._forward.enter_context(autocast_region(run.policy.compute, run.device_type))
+        casts_once = run.policy.uses == "compute"
+        self._forward.enter_context(autocast_region(run.policy.compute, run.device_type, casts_once=casts_once))
 
     def _leave_forward(self) -> None:
         if self._forward is not None:

@@ -126,6 +126,13 @@ def _states(policy: Policy) -> Iterator[OperationRow]:
     if not is_master:
         yield row("norms, routers", "fp32", "their parameters are few, and everything passes them")
     yield row("gradients", policy.gradients, "micro-batches and rows of embeddings are added up in it")
+    if policy.format_of_uses == policy.gradients:
+        why = "those of all uses in a forward pass are widened, then added up"
+    else:
+        why = "autocast casts a weight once, and adds up at that copy; the policy's `uses` can say fp32"
+    if policy.products is not None:
+        why += "; products of the recipe are added up in fp32"
+    yield row("gradients of a weight used many times", policy.format_of_uses, why)
     yield row("moments", policy.moments, "the optimizer's, between two steps")
     rule = policy.loss_scale
     if rule is None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bitwright.training.forward.forward_region import forward_region, step_region
 from bitwright.training.gradients import GradientCheck
+from bitwright.training.processes.replicated import Replicated
 from bitwright.training.run import TrainingRun
 from bitwright.training.step import Step, StepResult
 
@@ -37,8 +38,11 @@ class LoopDriver:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """The region of a forward pass, of training (with gradients) or evaluation (without)."""
-        run = self.run
-        with self._in_step(), forward_region(run.policy.compute, run.device_type, emulates=run.emulates):
+        run, policy = self.run, self.run.policy
+        region = forward_region(
+            policy.compute, run.device_type, emulates=run.emulates, casts_once=policy.uses == "compute"
+        )
+        with self._in_step(), region:
             yield
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -48,6 +52,8 @@ class LoopDriver:
             loss: divided by the number of micro-batches already.
             is_last: whether the update comes next.
         """
+        if isinstance(self.run.model, Replicated):  # libraries know DDP's switch only
+            self.run.model.exchanges = is_last
         if is_last:
             self._step = self.run.step()
             self._step.__enter__()
