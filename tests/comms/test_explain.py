@@ -79,3 +79,9 @@ def test_sums_of_rounded_numbers_are_held_against_fp64() -> None:
     found = explain("all_reduce", "ring", 4, [[1 / 3, 2 / 7]] * 4, wire=wire_format("bf16"))
     assert found.relative_error is not None and 0 < found.relative_error < 2**-7
     assert found.bytes_per_element == 2
+
+
+def test_growth_without_a_format_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["comm", "explain", "allreduce", "--ranks", "2", "--growth"]) == 2
+    said = capsys.readouterr()
+    assert "--growth tells what rounding on the way does to sums" in said.err and not said.out

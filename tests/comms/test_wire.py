@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -109,3 +111,26 @@ def test_other_names_are_understood_and_unknown_ones_refused() -> None:
         wire_format("fp4_e2m1")
     with pytest.raises(CommsError, match="2 or more"):
         error_growth(["bf16"], ["ring"], [1])
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "two_shot"])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 32, 64])
+def test_the_laws_are_what_is_simulated(algorithm: str, ranks: int) -> None:
+    x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(1))
+    unit = float((x.bfloat16().float() - x).norm() / x.norm())
+    found = error_growth(["bf16"], [algorithm], [ranks], length=2048)[0].relative_error
+    # The contributions are rounded, then sums: of 2 to n numbers around a ring, of n numbers at each level of a tree.
+    sums = {"ring": sum(range(2, ranks + 1)) / ranks, "tree": math.log2(ranks), "two_shot": 1.0}[algorithm]
+    law = unit * math.sqrt(1 + sums)
+    assert found == pytest.approx(law, rel=0.15 if ranks == 2 else 0.1)
+    if ranks < 64:
+        assert safe_ranks("bf16", algorithm, tolerance=1.03 * law) >= ranks
+    if algorithm != "two_shot":
+        assert safe_ranks("bf16", algorithm, tolerance=0.97 * law) == ranks // 2
+
+
+@pytest.mark.parametrize("name", list(WIRE_FORMATS))
+def test_two_ranks_lose_as_much_by_any_algorithm(name: str) -> None:
+    for tolerance in (2.0**-9, 2.0**-7, 2.0**-5):
+        can = {safe_ranks(name, algorithm, tolerance=tolerance) > 1 for algorithm in ("ring", "tree", "two_shot")}
+        assert len(can) == 1

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from bitwright.cli.table import new_console, new_table, print_rows, print_table
+from bitwright.cli.usage import UsageMistake
 from bitwright.comms.collectives import algorithms_of
 from bitwright.comms.explain import Explanation, Move, collective_name, description, explain, parse_data
 from bitwright.comms.wire import WIRE_FORMATS, error_growth, wire_format
@@ -53,6 +54,10 @@ def explain_command(
 
     With --dtype, numbers are rounded on their way, and the result is held against fp64.
     """
+    if growth and dtype is None:
+        raise UsageMistake(
+            "--growth tells what rounding on the way does to sums, and nothing is rounded; add --dtype bf16"
+        )
     op = collective_name(collective)
     wire = None if dtype is None else wire_format(dtype)
     found = explain(
@@ -66,7 +71,8 @@ def explain_command(
     )
     console = new_console(highlight=False)
     _print(console, found, dtype)
-    if growth and wire is not None:
+    if growth:
+        assert wire is not None
         _print_growth(console, wire.name)
 
 

@@ -3,8 +3,8 @@
 A library that reduces bf16 tensors adds in fp32 and keeps bf16: contributions are rounded once, and each partial sum
 where it is kept. What a schedule does then decides. With contributions of one size, u the format's unit roundoff:
 
-    ring            n − 1 roundings of sums that grow as √j: relative error about u · √(n/2)
-    tree            log2 n of them on each path: u · √(log2 n)
+    ring            sums of 2 to n numbers are rounded: u · √(1 + (2 + … + n)/n) = u · √((n + 3)/2 − 1/n)
+    tree            all sums of a level together weigh n numbers: u · √(1 + log2 n)
     two-shot        all n numbers are added in one place in fp32, and the sum is rounded once: u · √2, whatever n
 
 So a ring in bf16 loses half of a bit with each doubling of ranks, and the two-shot all-reduce (an all-to-all, an fp32
@@ -226,15 +226,16 @@ class ErrorFeedback:
 def safe_ranks(wire: str, algorithm: str = "ring", *, tolerance: float = 2.0**-7) -> int:
     """Return up to how many ranks (a power of two, at most 65,536) a sum stays within a relative error of fp64's.
 
-    From the laws at the top of the module: u·√(n/2) for the ring, u·√log2(2n) for trees and doubling, u·√2 for
-    two-shot, with u the root mean square of the format's rounding. The default tolerance is that of a bf16 number
-    itself, 2⁻⁷.
+    By the laws at the top of the module (doubling as trees), with u the root mean square of the format's rounding of a
+    normal number. The default tolerance is that of a bf16 number itself, 2⁻⁷. Two ranks lose a tenth more than the law
+    says in formats without a scale: the sum of two of their numbers often lies half way between two others.
     """
     unit = _mean_roundoff(wire_format(wire))
     best = 1
     for power in range(1, 17):
         n = 1 << power
-        spread = {"ring": math.sqrt(n / 2), "two_shot": math.sqrt(2)}.get(algorithm, math.sqrt(1 + power))
+        ring = math.sqrt((n + 3) / 2 - 1 / n)
+        spread = {"ring": ring, "two_shot": math.sqrt(2)}.get(algorithm, math.sqrt(1 + power))
         if unit * spread > tolerance:
             break
         best = n
