@@ -68,7 +68,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for(
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(error_of_ranks, "WAIT_S", 0.05)
-    monkeypatch.setattr(error_of_ranks, "_connect", lambda *_: Stopped())
+    monkeypatch.setattr(error_of_ranks, "connect_store", lambda **_: Stopped())
     started = time.monotonic()
     error_of_ranks.tell_error("no such file")
     assert time.monotonic() - started < 5

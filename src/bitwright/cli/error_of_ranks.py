@@ -16,18 +16,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any
+
+from bitwright.comms.rendezvous import connect_store, missing_variables
 
 #: Seconds that a rank waits for others, which may have failed too.
 WAIT_S = 10.0
 _POLL_EVERY_S = 0.02
-_ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def tell_error(sentence: str) -> None:
     """Write an error to stderr; under torchrun once for all ranks that have it."""
-    if any(name not in os.environ for name in _ENVIRONMENT) or int(os.environ["WORLD_SIZE"]) == 1:
+    if missing_variables() or int(os.environ["WORLD_SIZE"]) == 1:
         _write(f"error: {sentence}")
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -41,7 +41,7 @@ def tell_error(sentence: str) -> None:
 
 def _ask_and_tell(rank: int, size: int, sentence: str) -> None:
     try:
-        store = _connect(rank, size)
+        store = connect_store(timeout_s=WAIT_S)
     except RuntimeError:
         _write(word_error(sentence, [rank], size))
         return
@@ -92,23 +92,6 @@ def word_error(sentence: str, ranks: list[int], size: int) -> str:
     if len(ranks) == size:
         return f"error: {sentence}"
     return f"error on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {size}: {sentence}"
-
-
-def _connect(rank: int, size: int) -> Any:
-    """The store of the rendezvous: torchrun keeps it, or else the first rank."""
-    # Heavy (torch), and only for an error of many processes.
-    from torch._C._distributed_c10d import TCPStore
-
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        size,
-        is_master=rank == 0 and not is_agents,
-        timeout=timedelta(seconds=WAIT_S),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
 
 
 def _arrived(store: Any, what: str, ranks: Iterable[int], wait_s: float) -> list[int]:

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from bitwright.catalog import nearest_name_hint
+from bitwright.comms.rendezvous import connect_store, is_kept_by_torchrun, missing_variables
 from bitwright.errors import CommsError, UnknownName
 
 _BEAT_EVERY_S = 0.25
 #: Without a sign of life for so long a rank counts as gone.
 _GONE_AFTER_S = 2.0
-_ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Peers:
@@ -43,7 +43,7 @@ class Peers:
     """
 
     def __init__(self, *, backend: str, timeout_s: float) -> None:
-        missing = [name for name in _ENVIRONMENT if name not in os.environ]
+        missing = missing_variables()
         if missing:
             raise CommsError(
                 f"{missing[0]} is not set, so there is one process and nobody to talk to; start it with: torchrun "
@@ -54,9 +54,9 @@ class Peers:
         self.device = _device(backend)
         self._step = 0
         self._is_closed = threading.Event()
-        self._keeper = "torchrun" if _is_kept_by_torchrun() else "rank 0"
+        self._keeper = "torchrun" if is_kept_by_torchrun() else "rank 0"
         self._store = self._connect()
-        self._thread = threading.Thread(target=self._beat, args=(self._connect(is_first=False),), daemon=True)
+        self._thread = threading.Thread(target=self._beat, args=(self._connect(may_keep=False),), daemon=True)
         self._guarded("joining", lambda: self._store.set(f"here/{self.rank}", ""))
         try:
             self._raise_if_missing("here", "to start")
@@ -134,17 +134,9 @@ class Peers:
         except RuntimeError:
             return
 
-    def _connect(self, *, is_first: bool = True) -> TCPStore:
+    def _connect(self, *, may_keep: bool = True) -> TCPStore:
         try:
-            return TCPStore(
-                os.environ["MASTER_ADDR"],
-                int(os.environ["MASTER_PORT"]),
-                self.size,
-                is_master=self.rank == 0 and is_first and not _is_kept_by_torchrun(),
-                timeout=timedelta(seconds=self.timeout_s),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
+            return connect_store(timeout_s=self.timeout_s, may_keep=may_keep)
         except RuntimeError as error:
             raise CommsError(
                 f"{self._keeper} does not answer at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within "
@@ -236,10 +228,6 @@ def _device(backend: str) -> torch.device:
     local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     torch.cuda.set_device(local)
     return local
-
-
-def _is_kept_by_torchrun() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _within(seconds: float, work: Callable[[], object]) -> None:

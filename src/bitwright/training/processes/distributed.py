@@ -34,6 +34,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bitwright.catalog import nearest_name_hint
+from bitwright.comms.rendezvous import missing_variables
 from bitwright.errors import TrainingError, UnknownName
 from bitwright.training.optimizer.remainder import hand_on, waiting_remainders
 from bitwright.training.processes.ranks import Ranks
@@ -41,8 +42,6 @@ from bitwright.training.processes.replicated import Replicated
 
 #: Ways to spread a model.
 PARALLEL = ("ddp", "fsdp2")
-#: What torchrun sets, and torch.distributed needs.
-_ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def start(device: str = "auto") -> tuple[Ranks, torch.device]:
@@ -61,7 +60,7 @@ def start(device: str = "auto") -> tuple[Ranks, torch.device]:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     chosen = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        missing = [name for name in _ENVIRONMENT if name not in os.environ]
+        missing = missing_variables()
         if missing:
             raise TrainingError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set; start the processes "
