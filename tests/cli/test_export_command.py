@@ -14,12 +14,12 @@ from bitwright.plan import Run, write_plan
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
-    """A folder with a model and two plans for it: one for everybody, one that no engine runs."""
+    """A model and plans for it: for everybody, for no engine, and one that only the model speaks against."""
     folder = tmp_path_factory.mktemp("export")
     loaded = small_model(tiny_tokenizer)
     loaded.model.save_pretrained(folder / "model")
     tiny_tokenizer.save_pretrained(folder / "model")
-    for name, scheme in (("good", "int4_g64"), ("bad", "fp6_w")):
+    for name, scheme in (("good", "int4_g64"), ("bad", "fp6_w"), ("fused", "nvfp4_w")):
         plan = uniform(loaded, scheme).attach(run=Run(paths={"model": str(folder / "model")}))
         write_plan(plan, folder / name)
     return folder
@@ -67,7 +67,19 @@ def test_the_list_for_a_plan_says_what_stands_against_each(plans: Path, capsys: 
     assert run("export", "--list", plans / "bad") == 0
     said = capsys.readouterr().out
     assert "compressed-tensors has no fp6_e3m2 codes" in said and "14 sites: model.layers.{0-1}" in said
-    assert "safetensors-dequantized\n  can be written" in said
+    assert "safetensors-dequantized\n  nothing in the plan stands against it; the model was not looked at" in said
+
+
+def test_the_list_looks_at_the_model_or_says_that_it_did_not(plans: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("export", "--list", plans / "fused") == 0
+    said = capsys.readouterr().out
+    assert "can be written" not in said and "is looked at with --model" in said
+    assert "nothing in the plan stands against it; the model was not looked at" in said[: said.index("gguf")]
+    assert run("export", "--list", plans / "fused", "--model", plans / "model") == 0
+    said = capsys.readouterr().out
+    assert "under one tensor scale, and its parts have several" in " ".join(said.split())
+    assert "not looked at" not in said
+    assert "safetensors-dequantized\n  can be written" in said and "--model" not in said
 
 
 def test_a_list_is_for_an_engine_by_name_or_alias(plans: Path, capsys: pytest.CaptureFixture[str]) -> None:

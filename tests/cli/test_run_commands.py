@@ -101,6 +101,9 @@ def test_bench_measures_beside_bf16(plan: Path, capsys: pytest.CaptureFixture[st
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"plan", "bf16"}
     assert found["plan"]["weight_bytes"] < found["bf16"]["weight_bytes"]
+    assert "peak memory" in out
+    for facts in found.values():  # where the system tells it
+        assert facts["peak_bytes"] is None or facts["peak_bytes"] >= facts["weight_bytes"]
     assert found["plan"]["decode_tokens_per_s"] > 0 and found["bf16"]["batch"] == 2
 
 

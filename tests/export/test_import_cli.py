@@ -52,10 +52,12 @@ def test_a_checkpoint_becomes_a_plan_that_every_verb_takes(
     text: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     size = ("--evaluation", text, "--tokens", 256, "--sequence-length", 16)
-    plan = tmp_path / "plan"
-    code, said = run(capsys, "import", checkpoint, "--reference", make_tiny_folder("llama"), "--out", plan, *size)
+    monkeypatch.chdir(tmp_path)
+    plan = tmp_path / "model-plan"  # by the name of the checkpoint
+    code, said = run(capsys, "import", checkpoint, "--reference", make_tiny_folder("llama"), *size)
     assert code == 0 and "int4_g32_zp" in said and "14" in said and "bitwright verify" in said
     assert "256 were asked for; 64 sequences of 16 were taken" in said
     assert load_plan(plan).run.paths["checkpoint"] == str(checkpoint.resolve())

@@ -77,7 +77,7 @@ def bench_command(
     console.print(models["plan"].bitwright_run.table(), markup=False, soft_wrap=True)
 
 
-def _facts(speed: Speed) -> dict[str, float]:
+def _facts(speed: Speed) -> dict[str, float | None]:
     return {
         **asdict(speed),
         "prefill_tokens_per_s": speed.prefill_tokens_per_s,
@@ -92,7 +92,11 @@ def _table(plan: Speed, bf16: Speed) -> Any:
         ("decode, tokens/s", plan.decode_tokens_per_s, bf16.decode_tokens_per_s, spell_number),
         ("weights", plan.weight_bytes, bf16.weight_bytes, spell_bytes),
         ("KV cache", plan.cache_bytes, bf16.cache_bytes, spell_bytes),
+        ("peak memory", plan.peak_bytes, bf16.peak_bytes, spell_bytes),
     )
     for title, ours, theirs, spell in rows:
+        if ours is None or theirs is None:
+            table.add_row(Text(title), "not told", "not told", "–")
+            continue
         table.add_row(Text(title), spell(ours), spell(theirs), f"{ours / theirs:.2f}" if theirs else "–")
     return table

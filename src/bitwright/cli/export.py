@@ -1,6 +1,7 @@
 """``bitwright export PLAN --to … --out DIR``: write a plan as the checkpoint of an engine.
 
-``--list`` writes nothing: it says what there is to export to, and for a plan what stands against each.
+``--list`` writes nothing: it says what there is to export to, and for a plan what stands against each. Without
+``--model`` it says what the plan tells, and that it did not look at the model; with it, what `export` would.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from bitwright.plan.engine import get_engine
 from bitwright.plan.training_folder import is_training_plan, load_training_plan
 from bitwright.plan.training_plan import TrainingPlan
 from bitwright.report.units import spell_bytes, spell_count
+
+_CAN = "can be written"
+_NOT_LOOKED_AT = "nothing in the plan stands against it; the model was not looked at"
 
 
 def export_command(
@@ -56,7 +60,7 @@ def export_command(
         return
     if list_targets:
         asked = None if engine is None else get_engine(engine).name
-        _list(None if plan is None else load_plan(plan), asked)
+        _list(None if plan is None else load_plan(plan), asked, model)
         return
     missing = [name for name, value in (("PLAN", plan), ("--to", to), ("--out", out)) if value is None]
     if plan is None or to is None or out is None:
@@ -113,12 +117,12 @@ def _export_training(plan: TrainingPlan, to: str | None, out: Path | None, lists
         console.print(Text(note, style="dim"))
 
 
-def _list(plan: Plan | None, engine: str | None) -> None:
+def _list(plan: Plan | None, engine: str | None, model: str | None) -> None:
     from bitwright.export import EXPORTERS, supported_schemes
 
     console = new_console(highlight=False)
     if plan is not None:
-        _list_for(console, plan, engine)
+        _list_for(console, plan, engine, model)
         return
     listed = {name: exporter for name, exporter in EXPORTERS.items() if engine in (None, *exporter.loaded_by)}
     table = new_table(("target", False), ("loaded by", False), ("what is written", False))
@@ -135,24 +139,36 @@ def _list(plan: Plan | None, engine: str | None) -> None:
             console.print(Padding(Text(", ".join(schemes) or "nothing"), (0, 0, 0, 2)))
 
 
-def _list_for(console: Console, plan: Plan, engine: str | None) -> None:
-    from bitwright.export import EXPORTERS, examine, spell_sites
+def _list_for(console: Console, plan: Plan, engine: str | None, model: str | None) -> None:
+    from bitwright.export import EXPORTERS, examine, examine_model, spell_sites
 
+    opened = None
+    if model is not None:
+        from bitwright.inference.planned_model import open_model
+
+        with Bars() as bars, bars.waiting("loading the model"):
+            opened = open_model(plan, model)
     for name, exporter in EXPORTERS.items():
         if engine not in (None, *exporter.loaded_by):
             console.print(Text(name, style="bold"))
             console.print(Padding(Text(f"{engine} does not load it", style="dim"), (0, 0, 0, 2)))
             continue
-        findings = examine(plan, name, engine=engine if engine in exporter.engines else None)
+        own = engine if engine in exporter.engines else None
+        if opened is None:
+            findings = examine(plan, name, engine=own)
+        else:
+            findings = examine_model(plan, opened[0], name, engine=own, sites=opened[1])
         title = Text(name, style="bold")
         if findings.engine is not None:
             title.append(f" for {findings.engine} ({findings.engine_reason})", style="dim")
         console.print(title)
         if not findings.refused:
-            console.print(Padding(Text("can be written", style="green"), (0, 0, 0, 2)))
+            said = _NOT_LOOKED_AT if opened is None else _CAN
+            console.print(Padding(Text(said, style="green"), (0, 0, 0, 2)))
         for item in findings.refused:
             console.print(Padding(Text(item.reason, style="red"), (0, 0, 0, 2)))
             if item.sites:
                 counted = spell_count(len(item.sites), "site")
                 console.print(Padding(Text(f"{counted}: {spell_sites(item.sites)}"), (0, 0, 0, 4)))
-    console.print(Text("What only the model shows (fused weights, norms) is looked at when it is loaded.", style="dim"))
+    if opened is None:
+        console.print(Text("What only the model shows (fused weights, norms) is looked at with --model.", style="dim"))

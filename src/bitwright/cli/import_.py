@@ -1,4 +1,4 @@
-"""``bitwright import CHECKPOINT --reference MODEL --out PLAN``: somebody else's quantised checkpoint as a plan."""
+"""``bitwright import CHECKPOINT --reference MODEL``: somebody else's quantised checkpoint as a plan."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from bitwright.cli.optimize import default_folder
 from bitwright.cli.progress import Bars
 from bitwright.cli.table import least_rows, new_console, new_table, print_rows, print_table
 from bitwright.plan import Plan, raise_if_not_replaceable, write_plan
@@ -33,7 +34,9 @@ def import_command(
             metavar="MODEL", help="The unquantised model: a folder, a hub id, a .gguf file, demo.", show_default=False
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the plan is written.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Plan folder; default: CHECKPOINT-plan.", show_default=False)
+    ] = None,
     partial: Annotated[
         bool, typer.Option("--partial", help="Leave what no plan can express as the reference has it.")
     ] = False,
@@ -58,7 +61,8 @@ def import_command(
     Reads compressed-tensors, AWQ, GPTQ, FP8, ModelOpt and GGUF. The plan is one for the unquantised model: verify,
     compare and show take it as any other.
     """
-    raise_if_not_replaceable(out)
+    folder = default_folder(str(checkpoint)) if out is None else out
+    raise_if_not_replaceable(folder)
     # Heavy (torch): after everything that can be refused without it.
     from bitwright.export.imported_plan import ProofText, plan_of
     from bitwright.export.importer import look, raise_if_refused, recognise, without_refused
@@ -79,8 +83,8 @@ def import_command(
         whole = without_refused(found)
         text = ProofText(evaluation=evaluation, evaluation_tokens=tokens, sequence_length=sequence_length, seed=seed)
         plan = plan_of(whole, loaded, text, reference_path=reference, progress=bars)
-    write_plan(plan, out)
-    _print_found(new_console(), found, plan, out, tokens)
+    write_plan(plan, folder)
+    _print_found(new_console(), found, plan, folder, tokens)
 
 
 def _print_found(console: Console, found: Found, plan: Plan, out: Path, tokens: int | None) -> None:

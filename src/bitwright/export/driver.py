@@ -16,7 +16,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bitwright.errors import ExportError
@@ -101,6 +101,33 @@ def examine(plan: Plan, to: str, *, engine: str | None = None) -> Findings:
     )
 
 
+def examine_model(
+    plan: Plan,
+    model: LoadedModel,
+    to: str,
+    *,
+    engine: str | None = None,
+    sites: Sequence[Site] | None = None,
+) -> Findings:
+    """What stands against it once the model is looked at too: fused weights, norms; all that `export` would refuse.
+
+    Args:
+        plan: for this model.
+        model: as loaded.
+        to: name of an exporter.
+        engine: as in `examine`.
+        sites: the model's weight sites; found unless given.
+
+    Raises:
+        UnknownName, ExportError: as `examine`.
+        PlanError: the plan is for another model, or its tensors are incomplete.
+    """
+    findings = examine(plan, to, engine=engine)
+    if findings.refused:  # what has no codes there is not asked how it is stored
+        return findings
+    return replace(findings, refused=_model_reasons(EXPORTERS[to], _source_of(plan, model, findings, sites, None)))
+
+
 def raise_if_refused(plan: Plan, to: str, *, engine: str | None = None) -> Findings:
     """Raise ExportError, naming every site and its reason, if something stands against an export; see `examine`."""
     findings = examine(plan, to, engine=engine)
@@ -139,20 +166,8 @@ def export(
     raise_if_not_new(target)
     exporter = EXPORTERS[to]
     findings = raise_if_refused(plan, to, engine=engine)
-    source = open_source(
-        plan,
-        model,
-        sites=sites,
-        dtype=dtype,
-        engine=None if findings.engine is None else get_engine(findings.engine),
-    )
-    of_model = _grouped(
-        (choice, reason) for name, reason in exporter.why_not_model(source).items() for choice in (plan.site(name),)
-    )
-    _raise_if_refused(
-        Findings(to=to, engine=findings.engine, engine_reason=findings.engine_reason, refused=of_model),
-        len(plan.sites),
-    )
+    source = _source_of(plan, model, findings, sites, dtype)
+    _raise_if_refused(replace(findings, refused=_model_reasons(exporter, source)), len(plan.sites))
     notes = _written(exporter, source, target)
     return ExportReport(
         to=exporter.name,
@@ -216,6 +231,18 @@ def _files_of(folder: Path) -> Iterable[Path]:
 
 
 # --- what stands against it -------------------------------------------------------------------------------------------
+
+
+def _source_of(
+    plan: Plan, model: LoadedModel, findings: Findings, sites: Sequence[Site] | None, dtype: str | None
+) -> ExportSource:
+    engine = None if findings.engine is None else get_engine(findings.engine)
+    return open_source(plan, model, sites=sites, dtype=dtype, engine=engine)
+
+
+def _model_reasons(exporter: Exporter, source: ExportSource) -> tuple[Refused, ...]:
+    """What only the model shows."""
+    return _grouped((source.plan.site(name), reason) for name, reason in exporter.why_not_model(source).items())
 
 
 def _engine_of(exporter: Exporter, plan: Plan, asked: str | None) -> tuple[Engine | None, str]:

@@ -1,7 +1,8 @@
 """How fast models run side by side: prefill and decode, in one process and in turn, with what they take in memory.
 
 All of them read the same tokens and go on for as many, whatever these are; each in every round, so that a machine which
-is busy for a while is busy for all. Medians over rounds; the first round warms up and does not count.
+is busy for a while is busy for all. Medians over rounds; the first round warms up and does not count, but for peak
+memory, of which it shows most (`peak_memory.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from bitwright.inference.generation.generate import Generated, generate
+from bitwright.inference.generation.peak_memory import PeakMemory
 from bitwright.inference.run_report import RunReport
 
 
@@ -28,6 +30,8 @@ class Speed:
     decode_s: float
     weight_bytes: int
     cache_bytes: int
+    #: The most that was held at once while it ran, weights included; None where the system does not tell.
+    peak_bytes: int | None = None
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -68,10 +72,14 @@ def measure_speed(
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(0, vocabulary, (batch, prompt_tokens), generator=generator)
     runs: dict[str, list[Generated]] = {name: [] for name in models}
+    extra_bytes: dict[str, list[int]] = {name: [] for name in models}
     for _ in range(repeats + 1):
         for name, model in models.items():
             ids = drawn.to(next(model.parameters()).device)
-            runs[name].append(generate(model, ids, max_new_tokens=new_tokens))
+            peak = PeakMemory(ids.device.type)
+            with peak:
+                runs[name].append(generate(model, ids, max_new_tokens=new_tokens))
+            extra_bytes[name] += [] if peak.bytes is None else [peak.bytes]
             advance()
     return {
         name: Speed(
@@ -82,6 +90,7 @@ def measure_speed(
             decode_s=median(run.decode_s for run in runs[name][1:]),
             weight_bytes=weight_bytes_of(model),
             cache_bytes=runs[name][-1].cache_bytes,
+            peak_bytes=weight_bytes_of(model) + max(extra_bytes[name]) if extra_bytes[name] else None,
         )
         for name, model in models.items()
     }
