@@ -1,7 +1,9 @@
 """Which estimator predicts the KL of a change best, for weights, inputs and values; how far predictions can be trusted.
 
     python benchmarks/estimators.py
-    python benchmarks/estimators.py --quick    few tokens, changes and layers: whether it runs; nothing is filed
+    python benchmarks/estimators.py --quick            few tokens, changes and layers: whether it runs; nothing is filed
+    python benchmarks/estimators.py --predict-again    what a search predicts, anew, beside measurements that are filed:
+                                                       for changes of scores and corrections that leave codes alone
 
 The result goes to benchmarks/results/estimators.json, with machine and versions. The built-in model with its weights
 dithered, 32 × 128 calibration tokens; changes of sites of every role in six layers, one at a time, each measured on 5 ×
@@ -515,34 +517,44 @@ def judge_pairs(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def measure_totals(measuring: Measuring, found: Searched, size: Size) -> list[dict[str, Any]]:
     """Every change at all of its sites at once: scores summed, after role factors, and on the curve of totals."""
-    from bitwright.search.candidate import Candidate
-
-    problem, subject = found.problem, found.subject
-    choices = [Candidate(scheme=scheme, rounding=rounding) for scheme, rounding in size.weights]
-    choices += [Candidate(scheme=scheme) for scheme in (*size.with_inputs, *size.values)]
     totals = []
-    for choice in choices:
-        everywhere = [s for s in (*subject.prices.decoder_sites, *subject.value_sites)
-                      if choice in found.learned.scores.get(s.name, {})]  # fmt: skip
-        sites = [s for s in everywhere if s.kind == "weight" or _VALUES[choice.scheme] is None
-                 or s.role in _VALUES[choice.scheme]]  # fmt: skip
-        if not sites:
-            continue
+    for choice, sites in whole_models(found, size):
         of_weights = {s.name: choice for s in sites if s.kind == "weight"}
         values = found.values.rules([s for s in sites if s.kind != "weight"], {s.name: choice for s in sites})
         token_kl = measuring.run(["layers.0"], found.learned.quantizer.rules(of_weights), values)
-        corrected = math.fsum(problem.site_kl(site, choice) for site in sites)
+        measured = float(f"{float(token_kl.mean()):.4g}")
         totals.append(
-            {
-                "what": f"{len(sites)} sites in {choice}",
-                "measured": float(f"{float(token_kl.mean()):.4g}"),
-                "sum_of_scores": float(f"{math.fsum(found.learned.scores[s.name][choice] for s in sites):.4g}"),
-                "after_role_factors": float(f"{corrected:.4g}"),
-                "after_totals": float(f"{problem.correction.total(corrected):.4g}"),
-            }
+            {"what": f"{len(sites)} sites in {choice}", "measured": measured, **told_of(found, choice, sites)}
         )
         print(f"{time.process_time():6.0f} s  {totals[-1]}", flush=True)
     return totals
+
+
+def whole_models(found: Searched, size: Size) -> Iterator[tuple[Any, list[Any]]]:
+    """Every choice, and all sites that it can be made at."""
+    from bitwright.search.candidate import Candidate
+
+    choices = [Candidate(scheme=scheme, rounding=rounding) for scheme, rounding in size.weights]
+    choices += [Candidate(scheme=scheme) for scheme in (*size.with_inputs, *size.values)]
+    for choice in choices:
+        everywhere = [s for s in (*found.subject.prices.decoder_sites, *found.subject.value_sites)
+                      if choice in found.learned.scores.get(s.name, {})]  # fmt: skip
+        sites = [s for s in everywhere if s.kind == "weight" or _VALUES[choice.scheme] is None
+                 or s.role in _VALUES[choice.scheme]]  # fmt: skip
+        if sites:
+            yield choice, sites
+
+
+def told_of(found: Searched, choice: Any, sites: Sequence[Any]) -> dict[str, float]:
+    """What is predicted of one choice at many sites."""
+    problem = found.problem
+    corrected = problem.site_sum({site.name: choice for site in sites})
+    kls = {
+        "sum_of_scores": math.fsum(found.learned.scores[site.name][choice] for site in sites),
+        "after_role_factors": corrected,
+        "after_totals": problem.correction.total(corrected),
+    }
+    return {name: float(f"{kl:.4g}") for name, kl in kls.items()}
 
 
 # --- what comes out --------------------------------------------------------------------------------------------------
@@ -629,12 +641,62 @@ def measure(size: Size) -> dict[str, Any]:
         **compared(told),
         "totals": measure_totals(measuring, found, size),
         "interaction": {**judge_pairs(pairs), "pairs": pairs},
-        "role_factors": {role: round(f, 3) for role, f in found.problem.correction.role_factors.items()},
+        **corrections(found),
+        "single_changes": [change.record for change in told],
+    }
+
+
+def corrections(found: Searched) -> dict[str, Any]:
+    """What probes said, and the factors that came of it."""
+    correction = found.problem.correction
+    return {
+        "rounding_factors": {rounding: round(f, 3) for rounding, f in correction.rounding_factors.items()},
+        "role_factors": {role: round(f, 3) for role, f in correction.role_factors.items()},
+        "measured_totals": [[float(f"{number:.4g}") for number in point] for point in correction.totals],
         "probes": [
             {"what": p.what, "predicted": float(f"{p.predicted_kl:.4g}"), "measured": float(f"{p.measured_kl:.4g}")}
             for p in found.probes
         ],
-        "single_changes": [change.record for change in told],
+    }
+
+
+def predict_again(size: Size, filed: Mapping[str, Any]) -> dict[str, Any]:
+    """What is filed, with everything that a search predicts made anew; scores of codes without data have to be same."""
+    found = search(size)
+    known = {
+        (site.name, str(choice)): (site, choice)
+        for site, choice in (*chosen_weights(found, size), *chosen_values(found, size))
+    }
+    changes = []
+    for row in filed["single_changes"]:
+        estimates = dict(row["estimates"])
+        if "as scored" in estimates:
+            site, choice = known[row["site"], row["scheme"]]
+            before = estimates["as scored"]
+            estimates["as scored"] = found.learned.scores[site.name][choice]
+            estimates["after probes"] = found.problem.site_kl(site, choice)
+            assert choice.rounding != "rtn" or math.isclose(estimates["as scored"], before, rel_tol=0.02), row
+        changes.append(
+            Change(
+                kind=row["kind"],
+                scheme=row["scheme"],
+                site=row["site"],
+                role=row["role"],
+                estimates=estimates,
+                measured=row["measured"],
+                error=row["relative_error"],
+            )
+        )
+    told = {
+        f"{len(sites)} sites in {choice}": told_of(found, choice, sites) for choice, sites in whole_models(found, size)
+    }
+    return {
+        **filed,
+        "predicted_again": now(),
+        **compared(changes),
+        "totals": [{**row, **told[row["what"]]} for row in filed["totals"]],
+        **corrections(found),
+        "single_changes": [change.record for change in changes],
     }
 
 
@@ -701,7 +763,15 @@ def main() -> None:
     """Measure, write, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few tokens, layers and changes; nothing is filed")
-    quick = parser.parse_args().quick
+    parser.add_argument("--predict-again", action="store_true", help="predict anew, beside filed measurements")
+    asked = parser.parse_args()
+    if asked.predict_again:
+        content = predict_again(Size(), json.loads(RESULT.read_text(encoding="utf-8")))
+        content["verdicts"] = verdicts(content)
+        show(content)
+        RESULT.write_text(written(content) + "\n", encoding="utf-8")
+        return
+    quick = asked.quick
     begin = time.perf_counter()
     content = measure(QUICK if quick else Size())
     content["verdicts"] = verdicts(content)
