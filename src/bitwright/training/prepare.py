@@ -41,6 +41,7 @@ from bitwright.training.optimizer.update import UPDATES
 from bitwright.training.parameter_watch import say_unheld
 from bitwright.training.policy import AUTO, Policy
 from bitwright.training.processes.ranks import Ranks, unwrapped
+from bitwright.training.processes.replicated import Replicated
 from bitwright.training.products.policy_layers import Assignment, PolicyLayers, install_layers
 from bitwright.training.products.sites import product_sites
 from bitwright.training.run import TrainingRun
@@ -124,6 +125,8 @@ def prepare(
     if unheld:
         notes.append(say_unheld(unheld))
     inner, ranks = unwrapped(model), Ranks.of_process_group()
+    if isinstance(model, Replicated):
+        notes.append("gradients are averaged over ranks in fp32, once a backward pass is over (DDP would round them)")
     with _undone_on_error() as changes:
         islands: tuple[named_islands.NamedIsland, ...] = ()
         if asked.policy.compute in AUTOCAST_DTYPES:

@@ -11,6 +11,9 @@ compared with the policy when it is loaded.
 `on_before_optimizer_step` sees gradients that are unscaled, checked and clipped. Lightning moves schedulers after
 skipped steps too. At the end of an epoch it divides fewer micro-batches by the number of a full step: the gradient is
 as much shorter, and `run.last.loss` smaller. One optimizer, automatic optimization.
+
+Lightning's DDP spreads the module as it does. Policies that train bf16 parameters take `Replicated` in its place: DDP
+would round their gradients, which are fp32, to bf16 on their way.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer import call
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bitwright.errors import TrainingError
@@ -30,6 +34,8 @@ from bitwright.training.checkpoints.run_state import run_state, set_run_state
 from bitwright.training.held_parameters import cast_parameters
 from bitwright.training.integrations.loop_driver import LoopDriver
 from bitwright.training.prepare import find_policy, prepare
+from bitwright.training.processes.distributed import spread
+from bitwright.training.processes.ranks import Ranks
 from bitwright.training.run import TrainingRun
 
 
@@ -76,6 +82,9 @@ class PolicyPrecision(Precision):  # type: ignore[misc]
             )
         if self._driver is not None:  # fitted again, with an optimizer of its own
             self._driver.run.close()
+        policy = find_policy(self._wanted, next(model.parameters()).device).policy
+        if policy.parameters != "fp32" and isinstance(model, DistributedDataParallel):
+            model = spread(model.module, "ddp", Ranks.of_process_group())
         run = prepare(
             model,
             optimizers[0],

@@ -14,6 +14,8 @@ not move the learning rate, as with accelerate's own scaler.
     save, resume_from_checkpoint                `bitwright.*` beside the Trainer's files: loss scale, histories of amax,
                                                 random bits; resumed bit for bit
     log                                         `skipped_steps`, and `loss_scale` under policies that have one
+    DistributedDataParallel                     as it is; in its place `Replicated` under policies that train bf16
+                                                parameters, whose gradients DDP would round to bf16 on their way
 
 Rejected: a subclass of Trainer, which none of the trainers that people derive from it would inherit from.
 """
@@ -36,6 +38,7 @@ from bitwright.training.held_parameters import cast_parameters
 from bitwright.training.integrations.loop_driver import LoopDriver
 from bitwright.training.optimizer.moment_store import load_exactly
 from bitwright.training.prepare import find_policy, prepare
+from bitwright.training.processes.distributed import spread
 from bitwright.training.processes.ranks import Ranks
 from bitwright.training.run import TrainingRun
 
@@ -74,7 +77,10 @@ class PolicyCallback(TrainerCallback):  # type: ignore[misc]
         self._wanted = policy
         self._options = options
         # before the optimizer is made, and before the model is spread over ranks
-        cast_parameters(trainer.model, find_policy(policy, trainer.args.device).policy)
+        found = find_policy(policy, trainer.args.device).policy
+        cast_parameters(trainer.model, found)
+        if found.parameters != "fp32":
+            _spread_by_replicated(trainer.accelerator)
         create = trainer.create_optimizer
 
         def create_and_load_exactly(*arguments: Any, **keywords: Any) -> Any:
@@ -125,6 +131,17 @@ class PolicyCallback(TrainerCallback):  # type: ignore[misc]
             counted["loss_scale"] = self.run.scale
         logs.update(counted)
         state.log_history[-1].update(counted)
+
+
+def _spread_by_replicated(accelerator: Any) -> None:
+    """Let accelerate place a model as before, and leave to `spread` how its gradients are averaged."""
+    place = accelerator.prepare_model
+
+    def prepare_model(model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        placed = place(model, device_placement=device_placement, evaluation_mode=True)
+        return placed if evaluation_mode else spread(placed, "ddp", Ranks.of_process_group())
+
+    accelerator.prepare_model = prepare_model
 
 
 class _Stepped:
