@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from export_models import planned, small_model, stored_json, stored_tensors, uniform
+from export_models import PROMPT, planned, small_model, stored_json, stored_tensors, uniform
 from small_plans import choice, plan_of
 
 from bitwright.errors import ExportError
 from bitwright.export import export, share_tensor_scales
-from bitwright.inference import apply
+from bitwright.inference import apply, calibrate_static
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.value_sites import find_value_sites
 
@@ -39,6 +39,23 @@ def test_fp8_rows(loaded: LoadedModel, tmp_path: Path) -> None:
     quantization = stored_json(tmp_path / "out", "hf_quant_config.json")["quantization"]
     assert quantization["quant_algo"] == "FP8_PER_CHANNEL_PER_TOKEN"
     assert quantization["exclude_modules"] == ["lm_head"] and quantization["kv_cache_quant_algo"] is None
+
+
+def test_fp8_per_tensor_has_one_scale_of_each(loaded: LoadedModel, tmp_path: Path) -> None:
+    """ModelOpt's FP8: a scale for a weight, and one for its input from calibration."""
+    bare = share_tensor_scales(uniform(loaded, "fp8_tensor_static"), loaded, "tensorrt-llm")
+    plan = calibrate_static(bare, loaded, [PROMPT])
+    export(plan, loaded, "tensorrt-llm", tmp_path / "out")
+    stored, run = stored_tensors(tmp_path / "out"), apply(plan, loaded)
+    assert stored[f"{NAME}.weight"].dtype == torch.float8_e4m3fn and stored[f"{NAME}.weight_scale"].numel() == 1
+    values = stored[f"{NAME}.weight"].float() * stored[f"{NAME}.weight_scale"]
+    torch.testing.assert_close(values, run.get_parameter(f"{NAME}.weight").data, rtol=2e-7, atol=0)
+    assert stored[f"{NAME}.weight_scale"].item() == pytest.approx(
+        float(loaded.model.get_parameter(f"{NAME}.weight").abs().max()) / 448, rel=1e-6
+    )
+    assert stored[f"{NAME}.input_scale"].item() == plan.tensors[f"{NAME}/input_scale"]
+    quantization = stored_json(tmp_path / "out", "hf_quant_config.json")["quantization"]
+    assert quantization["quant_algo"] == "FP8" and quantization["exclude_modules"] == ["lm_head"]
 
 
 def test_pairs_of_rows_share_a_byte(loaded: LoadedModel, tmp_path: Path) -> None:

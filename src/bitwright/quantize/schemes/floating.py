@@ -38,6 +38,15 @@ SCHEMES = (
         in_default_search=False,
     ),
     Scheme(
+        name="fp8_tensor_static",
+        description="FP8 W8A8: one E4M3 scale per weight tensor, and one per activation tensor from calibration",
+        source="NVIDIA ModelOpt FP8_DEFAULT_CFG, TensorRT-LLM's FP8; Micikevicius et al., arXiv:2209.05433",
+        weights=TensorScheme(format="fp8_e4m3", scaling=Scaling(granularity=TENSOR, scale_format="fp32")),
+        activations=TensorScheme(format="fp8_e4m3", scaling=Scaling(granularity=TENSOR, scale_format="fp32")),
+        static_activations=True,
+        in_default_search=False,
+    ),
+    Scheme(
         name="fp8_block",
         description="E4M3 weights in blocks of 128 × 128, E4M3 activations in groups of 128; power-of-two fp32 scales",
         source="DeepSeek-V3, arXiv:2412.19437, section 3.3.2; NVIDIA Transformer Engine, Float8BlockScaling",
