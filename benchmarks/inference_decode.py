@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from unsearched_plans import uniform_plan
+from unsearched_plans import uniform_plan, with_coded_caches
 
 from bitwright.inference import RunReport, apply
 from bitwright.inference.generation.speed import measure_speed
@@ -28,6 +28,9 @@ DECODE_SCHEMES = ("int4_g128", "int8_w", "fp8_w", "fp6_w", "mxfp4_w", "nvfp4_w")
 DECODE_TARGETS = {"int4_g128": 3.0}
 #: How far bytes of weights in memory may be from those of the plan.
 BYTES_TARGET = 0.01
+#: How the plan with coded caches keeps them, and its title.
+CODED_CACHES = "fp8_e4m3_token"
+CODED = f"int4_g128, caches {CODED_CACHES}"
 PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 128, 32, 5
 
 
@@ -51,7 +54,8 @@ def small_model() -> tuple[LoadedModel, dict[str, Plan]]:
     """The built-in model: the ends stay as loaded, and once more in int8."""
     loaded = load("demo")
     plans = {scheme: uniform_plan(loaded, scheme) for scheme in DECODE_SCHEMES}
-    return loaded, plans | {"int4_g128, ends int8_w": uniform_plan(loaded, "int4_g128", "int8_w")}
+    plans["int4_g128, ends int8_w"] = uniform_plan(loaded, "int4_g128", "int8_w")
+    return loaded, plans | {CODED: with_coded_caches(plans["int4_g128"], loaded, CODED_CACHES)}
 
 
 def layers_of_7b(*, quick: bool) -> tuple[LoadedModel, dict[str, Plan]]:
@@ -69,7 +73,8 @@ def layers_of_7b(*, quick: bool) -> tuple[LoadedModel, dict[str, Plan]]:
             parameter.fill_(1.0) if "norm" in name else parameter.normal_(std=hidden**-0.5)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are no parameters
     loaded = from_memory(model, None, name="layers-of-7b")
-    return loaded, {scheme: uniform_plan(loaded, scheme) for scheme in DECODE_SCHEMES}
+    plans = {scheme: uniform_plan(loaded, scheme) for scheme in DECODE_SCHEMES}
+    return loaded, plans | {CODED: with_coded_caches(plans["int4_g128"], loaded, CODED_CACHES)}
 
 
 def decode_rows(title: str, loaded: LoadedModel, plans: dict[str, Plan], quick: bool) -> Iterator[dict[str, Any]]:
@@ -116,7 +121,8 @@ def spell_decode_row(row: dict[str, Any]) -> str:
     """One line."""
     over = f", codes {row['packed_bytes_over_plan']:+.2%} of the plan's" if "packed_bytes_over_plan" in row else ""
     return (
-        f"{row['model']:24s} {row['plan']:24s} decode {row['decode_tokens_per_s']:7.2f} tokens/s "
+        f"{row['model']:24s} {row['plan']:32s} decode {row['decode_tokens_per_s']:7.2f} tokens/s "
         f"({row['decode_ratio']:5.2f} x bf16)  prefill {row['prefill_tokens_per_s']:8.1f} "
-        f"({row['prefill_ratio']:5.2f})  weights {row['weight_bytes'] / 1e6:8.1f} MB{over}"
+        f"({row['prefill_ratio']:5.2f})  weights {row['weight_bytes'] / 1e6:8.1f} MB{over}, "
+        f"cache {row['cache_bytes'] / 1e6:.2f} MB"
     )

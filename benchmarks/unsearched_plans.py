@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from bitwright.models import find_sites
 from bitwright.models.loaded import LoadedModel
+from bitwright.models.value_sites import find_value_sites
 from bitwright.plan import Budget, ModelInfo, Plan, SiteChoice, Summary, TextInfo
 from bitwright.search.candidate import Candidate
 from bitwright.search.draft import summary_of, weight_choice
@@ -46,3 +47,28 @@ def uniform_plan(loaded: LoadedModel, scheme: str, ends: str = AS_LOADED.scheme)
         for site in sites
     ]
     return unsearched_plan(loaded, choices, summary_of(prices, assignment, predicted_kl=0.0))
+
+
+def with_coded_caches(plan: Plan, loaded: LoadedModel, scheme: str) -> Plan:
+    """The same plan with all keys and values kept in a scheme whose scales are found token by token."""
+    caches = [
+        SiteChoice(
+            name=site.name,
+            kind=site.kind,
+            role=site.role,
+            module=site.module,
+            rows=None,
+            tied_group=site.tied_group,
+            shape=site.shape,
+            scheme=scheme,
+            rounding="rtn",
+            transform="none",
+            reason="a benchmark",
+            bytes=0,
+            bits=0.0,
+            predicted_kl=0.0,
+        )
+        for site in find_value_sites(loaded.model)
+        if site.role == "kv_cache"
+    ]
+    return plan.replace(sites=(*plan.sites, *caches))
