@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from small_plans import choice, plan_of
 from torch import Tensor
 
 from bitwright.errors import ExportError
-from bitwright.export import export, share_tensor_scales
+from bitwright.export import export, share_tensor_scales, supported_schemes
 from bitwright.inference import apply, calibrate_static
 from bitwright.models.loaded import LoadedModel, from_memory
 from bitwright.models.sites import find_sites
@@ -328,25 +329,82 @@ def logits_of_transformers(folders: list[Path]) -> list[Tensor]:
     return [torch.load(f"{folder}.pt") for folder in folders]
 
 
+def rounded_to_halves(x: Tensor) -> Tensor:
+    """INT8 tokens as compressed-tensors rounds them: 127.5 steps to the largest magnitude, and not 127."""
+    scale = x.abs().amax(-1, keepdim=True) / 127.5
+    return (x / scale).round().clamp(-128, 127) * scale
+
+
+def rounded_in_groups(x: Tensor) -> Tensor:
+    """FP8 groups of 128 as compressed-tensors rounds them: under any scale, and not under powers of two."""
+    groups = x.unflatten(-1, (-1, 128))
+    scale = groups.abs().amax(-1, keepdim=True) / 448
+    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+
+
+#: Scheme → how transformers rounds inputs where that is not how the engines that it is written for do (vLLM, and so
+#: ours). MX and NVFP4 it computes with whole weights, and their inputs as they are.
+INPUTS_OF_TRANSFORMERS: dict[str, Any] = {
+    "int8": rounded_to_halves,
+    "fp8_block": rounded_in_groups,
+    "mxfp8": torch.Tensor.clone,
+    "mxfp4": torch.Tensor.clone,
+    "nvfp4_static": torch.Tensor.clone,
+}
+
+
+def with_inputs_of_transformers(loaded: LoadedModel, plan: Plan, scheme: str) -> Any:
+    """The model with the plan's weights, and the other rounding of inputs."""
+    run, model = apply(plan, loaded), copy.deepcopy(loaded.model)
+    for site in find_sites(loaded.model):
+        if site.role not in ("embedding", "lm_head"):
+            model.get_parameter(site.parameter).data = run.get_parameter(site.parameter).data
+            rounded = INPUTS_OF_TRANSFORMERS[scheme]
+            model.get_submodule(site.module).register_forward_pre_hook(
+                lambda module, inputs, rounded=rounded: (rounded(inputs[0]),)
+            )
+    return model
+
+
+def layers_mixed(loaded: LoadedModel) -> Plan:
+    """Rounded inputs, groups and rows in one dense plan."""
+
+    def scheme_of(site: Any) -> str:
+        if site.role in ("embedding", "lm_head") or ".0.self_attn" in site.name:
+            return "as_loaded"
+        return "fp8" if ".1.mlp" in site.name else "int4_g64" if "mlp" in site.name else "int8_w"
+
+    return planned(loaded, scheme_of)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not READER, reason="compressed-tensors is not installed")
 def test_transformers_gives_the_logits_of_the_plan(
     loaded: LoadedModel, make_tiny_model: Any, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
+    """Every scheme that is written for it."""
     mixtral = from_memory(make_tiny_model("mixtral"), tiny_tokenizer, name="mixtral")
-    schemes = ("int4_g64", "int3_g64", "int8_w", "fp8_w", "fp8_static", "int8_static", "fp8")
-    made = {scheme: (loaded, uniform(loaded, scheme)) for scheme in schemes}
+    names = {name for name in supported_schemes("compressed-tensors", "transformers") if SCHEMES_OF[name].weights}
+    coded = {name for name in names if (weights := SCHEMES_OF[name].weights) and weights.scaling is not None}
     # packed zero points have another shape in the empty model that compressed-tensors 0.20 makes, and experts none;
-    # weights of four bits under two levels or powers of two are bf16 there
-    whole = ("int4_g32_zp", "mxfp4_w", "nvfp4_w")
-    made |= {f"{scheme}_whole": (loaded, uniform(loaded, scheme)) for scheme in whole}
+    # weights of MX and NVFP4 are bf16 there
+    whole = {name for name in coded if "_zp" in name or name.startswith(("mx", "nvfp4"))}
+    assert len(coded) >= 22 and whole and set(INPUTS_OF_TRANSFORMERS) < coded
+    made: dict[str, tuple[LoadedModel, Plan]] = {"mixed": (loaded, layers_mixed(loaded))}
+    for scheme in sorted(coded):
+        plan = uniform(loaded, scheme)
+        if SCHEMES_OF[scheme].static_activations:
+            plan = calibrate_static(plan, loaded, [PROMPT])
+        made[f"{scheme}_whole" if scheme in whole else scheme] = (loaded, plan)
     made |= {f"experts_{scheme}_whole": (mixtral, expert_plan(mixtral, scheme)) for scheme in ("int4_g32", "fp8_w")}
     for name, (model, plan) in made.items():
         export(plan, model, "compressed-tensors", tmp_path / name, dtype="fp32", engine="transformers")
     found = logits_of_transformers([tmp_path / name for name in made])
     for (name, (model, plan)), logits in zip(made.items(), found, strict=True):
-        run = apply(plan, model)
-        for site in find_sites(model.model) if name == "nvfp4_w_whole" else ():
+        scheme = name.removesuffix("_whole")
+        other = scheme in INPUTS_OF_TRANSFORMERS
+        run: Any = with_inputs_of_transformers(model, plan, scheme) if other else apply(plan, model)
+        for site in find_sites(model.model) if scheme.startswith("nvfp4") else ():
             if site.role not in ("embedding", "lm_head"):
                 weight = run.get_parameter(site.parameter)
                 weight.data = weight.data.bfloat16().float()
