@@ -338,6 +338,38 @@ def test_a_packed_layer_can_be_wrapped_and_trained_beside(make_tiny_model: Calla
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-7)
 
 
+# PEFT 0.21 asks transformers by a name that it has given up
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_peft_trains_adapters_on_packed_layers(make_tiny_model: Callable[..., Any]) -> None:
+    """The real one: adapters on layers that hold codes learn what they learn on their values; codes stay."""
+    peft = pytest.importorskip("peft")
+    model = make_tiny_model("llama")
+    plan = uniform_plan(find_sites(model), "int4_g32")
+    found: dict[str, tuple[Tensor, list[Tensor], Tensor]] = {}
+    for mode in ("emulate", "packed"):
+        planned: Any = apply(plan, model, mode=mode, dtype=torch.float32)
+        torch.manual_seed(0)
+        settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+        adapted = peft.get_peft_model(planned, settings)
+        layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
+        assert type(layer).__module__.startswith("peft.")
+        codes = {name: buffer.clone() for name, buffer in layer.base_layer.named_buffers()}
+        assert (mode == "packed") == isinstance(layer.base_layer, PackedLinear) == bool(codes)
+        before = logits_of(adapted)
+        adapted(input_ids=IDS, labels=IDS).loss.backward()
+        trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+        assert len(trained) == 2 * 3 * 2
+        gradients = [parameter.grad.clone() for parameter in trained]
+        torch.optim.SGD(trained, lr=1.0).step()
+        found[mode] = (before, gradients, logits_of(adapted))
+        assert all(torch.equal(codes[name], buffer) for name, buffer in layer.base_layer.named_buffers())
+    for ours, expected in zip(found["packed"][1], found["emulate"][1], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-6)
+    for at in (0, 2):
+        assert difference(found["packed"][at], found["emulate"][at]) < 10 * FP32_TOLERANCE
+    assert difference(found["packed"][2], found["packed"][0]) > 1e-3
+
+
 def test_what_would_be_lost_is_refused(make_tiny_model: Callable[..., Any]) -> None:
     model = make_tiny_model("llama")
     planned: Any = apply(uniform_plan(find_sites(model), "int8_w", ends=True), model, mode="packed")
