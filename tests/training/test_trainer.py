@@ -249,7 +249,9 @@ def test_a_format_that_no_gradient_travels_in_is_told(make_config: Callable[...,
     asked = make_config(steps=1).model_copy(update={"communication": CommunicationConfig(wire="int8")})
     assert "communication.wire is 'int8', and one process sends no gradients" in train(asked).notes
     narrow = asked.model_copy(update={"policy": "bf16-pure-sr"})
-    with pytest.raises(TrainingError, match="'bf16-pure-sr' exchanges gradients in fp32 when the backward pass is over"):
+    with pytest.raises(
+        TrainingError, match="'bf16-pure-sr' exchanges gradients in fp32 when the backward pass is over"
+    ):
         set_up(narrow, Ranks(world_size=2), torch.device("cpu"))
 
 
