@@ -93,8 +93,7 @@ class Search:
             reference=reference,
             cache=Cache(folder=None),
         )
-        steps = find_codes(assignment, meter, text, seed=0, folder=folder, progress=Silent())
-        *_, codes = steps.values()
+        codes = find_codes(assignment, meter, text, seed=0, folder=folder, progress=Silent())
         assert codes.keys() == {site.name for site in self.sites}, "a site kept the codes that it had"
         quantizer = meter.with_codes(codes).quantizer
         return replace(self, learned=replace(self.learned, quantizer=quantizer))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +15,11 @@ from tiny_search import NoStage, random_text, search_options
 from bitwright.errors import DataError
 from bitwright.models import find_sites, site_weight
 from bitwright.models.loaded import LoadedModel
-from bitwright.quantize import SCHEMES, QTensor, quantize
+from bitwright.quantize import SCHEMES, QTensor
 from bitwright.search.calibrate import calibrate
 from bitwright.search.optimize import optimize, verify
 from bitwright.search.outputs.tokens import Tokens
 from bitwright.search.refine_flow import find_in_flow
-from bitwright.search.refine_scales import tune_scales
 
 INT4 = SCHEMES["int4_g32"].weights
 assert INT4 is not None
@@ -55,28 +53,6 @@ def test_experts_keep_their_codes(make_tiny_model: Callable[..., Any]) -> None:
     found = flow_through(make_tiny_model("mixtral"))
     assert found
     assert not any("experts" in name for name in found)
-
-
-def test_scales_follow_the_measured_kl(make_tiny_model: Callable[..., Any]) -> None:
-    model, text, output = make_tiny_model("gpt2"), random_text(8, 64), Tokens()
-    sites = decoder_sites(model)
-    reference = output.run_reference(model, text, NoStage())
-    codes = {s.name: quantize(site_weight(model, s).contiguous(), INT4) for s in sites}
-    # scales that are off by a known factor are to come back
-    off = {n: replace(q, scales_NG=q.scales_NG * 1.004) for n, q in codes.items() if q.scales_NG is not None}
-
-    def measure(found: dict[str, QTensor]) -> float:
-        for site in sites:
-            site_weight(model, site).copy_(found[site.name].dequantize())
-        return output.compare(reference, model, NoStage()).mean_kl
-
-    with torch.no_grad():
-        before = measure(off)
-    tuned = tune_scales(model, sites, off, reference, output, NoStage(), seed=0)
-    with torch.no_grad():
-        assert measure(tuned) < before
-    assert all(torch.equal(tuned[name].codes_NK, q.codes_NK) for name, q in off.items())
-    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in model.parameters())
 
 
 def test_a_plan_says_what_refining_gained_and_runs_it(prose: Path, load_tiny: Callable[..., LoadedModel]) -> None:

@@ -1,17 +1,18 @@
 """Codes improved after every site has its scheme: what `--effort high` adds to a plan.
 
-    flow      every matrix makes up for the errors of all before it            (`refine_flow.py`)
-    scales    scales follow the gradient of the true KL, codes held            (`refine_scales.py`)
-
-Both use the calibration text alone; for the first there may be more of it (`Splits.further`), since how well codes do
-on other text is a matter of how much they saw: SmolLM2-135M in int4 groups of 128 comes to a KL of 0.070 with every
-matrix on its own, to 0.054 in the flow of the same 8,192 tokens. What they found is then measured on the repair text
-beside what the plan had, run from the tensors that a plan keeps; the least KL stays, and the plan says so. Sites in
-question are whole matrices that store codes under scales of rows or groups, without a transform and with inputs left as
-they are; all others keep what they have, and are made up for.
+The text runs through the model once more, and every matrix makes up for the errors of all before it
+(`refine_flow.py`). It is the calibration text, and more of the same documents where there is more (`Splits.further`),
+since how well codes do on other text is a matter of how much they saw: SmolLM2-135M in int4 groups of 128 comes to a KL
+of 0.070 with every matrix on its own, to 0.054 in the flow of the same 8,192 tokens. What was found is then measured on
+the repair text beside what the plan had, run from the tensors that a plan keeps; the lesser KL stays, and the plan says
+so. Sites in question are whole matrices that store codes under scales of rows or groups, without a transform and with
+inputs left as they are; all others keep what they have, and are made up for.
 
 What a plan says of itself is measured after this, with the codes that it has by then. Nothing predicts what refining
 gains, so predictions stay those of the codes that were scored, and say so.
+
+Rejected: scales that follow the gradient of the calibration text's KL afterwards, codes held. On other text the KL rose
+by 2 % for it (decision 0007).
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ from bitwright.search.mend import Mended
 from bitwright.search.price import AS_LOADED, END_ROLES, Assignment
 from bitwright.search.progress import Progress
 from bitwright.search.refine_flow import find_in_flow
-from bitwright.search.refine_scales import NUM_EPOCHS, scales_are_continuous, tune_scales
-from bitwright.search.subject import Subject, known_reference
+from bitwright.search.subject import Subject
 from bitwright.search.text import TextSet
 
 #: Added to the seed of the plan: other labels are drawn than those that the scores saw.
@@ -95,50 +95,39 @@ def refine(mended: Mended, meter: Meter, subject: Subject, *, seed: int, folder:
         progress: shows the stages.
     """
     assignment, text = mended.assignment, _text_of(subject)
-    tuning = replace(meter, reference=known_reference(subject, subject.splits.calibrate, progress))
-    steps = find_codes(assignment, tuning, text, seed=seed, folder=folder, progress=progress)
-    if not steps:
+    codes = find_codes(assignment, meter, text, seed=seed, folder=folder, progress=progress)
+    if not codes:
         note = "no site has codes that could be refined"
         return unrefined(replace(mended, notes=(*mended.notes, note)), meter)
-    tried: dict[str, Codes] = {"as chosen": {}, **steps}
-    count = meter.reference.text.num_sequences
-    effects = {"as chosen": mended.effects}
-    for name, codes in steps.items():
-        with progress.stage("measure the refined codes", count) as stage:
-            effects[name] = meter.with_codes(codes).effects(assignment, None, stage)
-    best = min(effects, key=lambda name: effects[name].mean_kl)
-    words = ", ".join(f"{name} {found.mean_kl:.4g}" for name, found in effects.items())
-    num_refined = len(next(iter(steps.values())))
-    kept = f"codes of {num_refined} sites were refined" if best != "as chosen" else "refined codes were no better"
-    note = f"{kept} with {text.num_tokens:,} tokens: on {count} sequences of the repair text the KL is {words}"
-    notes = [note] if best == "as chosen" else [note, _BESIDE]
-    return Refined(
-        mended=replace(mended, effects=effects[best], notes=(*mended.notes, *notes)),
-        own=meter.with_codes(tried[best]),
-        codes=tried[best],
+    own, count = meter.with_codes(codes), meter.reference.text.num_sequences
+    with progress.stage("measure the refined codes", count) as stage:
+        effects = own.effects(assignment, None, stage)
+    before, after = mended.effects.mean_kl, effects.mean_kl
+    measured = (
+        f"with {text.num_tokens:,} tokens: on {count} sequences of the repair text the KL is as chosen {before:.4g}, "
+        f"errors made up for by later layers {after:.4g}"
     )
+    if after >= before:
+        return unrefined(replace(mended, notes=(*mended.notes, f"refined codes were no better {measured}")), meter)
+    notes = (f"codes of {len(codes)} sites were refined {measured}", _BESIDE)
+    return Refined(mended=replace(mended, effects=effects, notes=(*mended.notes, *notes)), own=own, codes=codes)
 
 
 def find_codes(
     assignment: Assignment, meter: Meter, text: TextSet, *, seed: int, folder: Path, progress: Progress
-) -> dict[str, Codes]:
-    """Step → codes of every site that could be refined, after it; the last is the furthest. Nothing is compared.
+) -> Codes:
+    """Codes of every site that could be refined; none are compared.
 
     Args:
         assignment: what every site has.
-        meter: runs it; its reference is of the text that scales are tuned on.
+        meter: runs it.
         text: what codes are found with.
         seed: of the search; labels are drawn by another.
         folder: on whose disk lies what the text leaves at every matrix.
         progress: shows the stages.
     """
     sites = _refinable(assignment, meter.sites)
-    flowed = _flow(assignment, meter, sites, text, seed, folder, progress) if sites else {}
-    if not flowed:
-        return {}
-    in_flow = _tensors_of(flowed)
-    tuned = _tune(assignment, meter.with_codes(in_flow), flowed, seed, progress)
-    return {"errors made up for by later layers": in_flow, "and scales tuned": {**in_flow, **_tensors_of(tuned)}}
+    return _tensors_of(_flow(assignment, meter, sites, text, seed, folder, progress)) if sites else {}
 
 
 def _refinable(assignment: Assignment, sites: Sequence[Site]) -> list[Site]:
@@ -215,17 +204,6 @@ def _text_of(subject: Subject) -> TextSet:
     """The calibration text, and more of the same documents where there is more."""
     splits = subject.splits
     return splits.calibrate if splits.further is None else splits.calibrate.joined(splits.further)
-
-
-def _tune(
-    assignment: Assignment, meter: Meter, codes: Mapping[str, QTensor], seed: int, progress: Progress
-) -> dict[str, QTensor]:
-    tunable = {name: q for name, q in codes.items() if scales_are_continuous(q.scheme)}
-    if not tunable:
-        return {}
-    steps = NUM_EPOCHS * meter.reference.text.num_sequences
-    with progress.stage("tune the scales", steps) as stage, meter.running(assignment) as model:
-        return tune_scales(model, meter.sites, tunable, meter.reference, meter.output, stage, seed=seed)
 
 
 def _tensors_of(codes: Mapping[str, QTensor]) -> dict[str, dict[str, np.ndarray]]:
