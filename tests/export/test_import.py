@@ -70,13 +70,13 @@ KINDS: dict[str, tuple[dict[str, Any], str, foreign.Quantizer, str]] = {
         {"quant_method": "fp8", "activation_scheme": "static"},
         "config.json",
         foreign.fp8(static=True),
-        "fp8_e4m3:tensor:fp32|fp8_e4m3:tensor:fp32:static",
+        "fp8_tensor_static",
     ),
     "modelopt fp8": (
         {"quantization": {"quant_algo": "FP8"}},
         "hf_quant_config.json",
         foreign.fp8(static=True, shape=()),
-        "fp8_e4m3:tensor:fp32|fp8_e4m3:tensor:fp32:static",
+        "fp8_tensor_static",
     ),
     "modelopt nvfp4": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
