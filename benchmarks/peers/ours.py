@@ -82,11 +82,10 @@ class Search:
 
     def refined(self, assignment: dict[str, Candidate], text: TextSet, folder: Path) -> Search:
         """The same with the codes of `--effort high`, found with `text`; `folder` is where it spools."""
-        model = self.loaded.model
-        with Silent().stage("", 0) as stage:
-            reference = self.output.run_reference(model, self.text, stage)
+        with Silent().stage("", 0) as stage:  # a meter has a reference; codes are found without one
+            reference = self.output.run_reference(self.loaded.model, self.text.first(1), stage)
         meter = Meter(
-            model=model,
+            model=self.loaded.model,
             sites=self.sites,
             quantizer=self.learned.quantizer,
             output=self.output,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from bitwright import hardware
+from bitwright.comms.topology import Topology
 from bitwright.errors import ParallelError
 from bitwright.hardware.device import Device
 from bitwright.hardware.model_shape import ModelShape
@@ -86,6 +88,27 @@ def raise_if_not_modelled(shape: ModelShape) -> None:
             "modelled; `bitwright memory` counts its states, and a model of its size that is known by name can be "
             "planned"
         )
+
+
+def raise_if_no_device(topology: Topology, device: Device | None) -> None:
+    """Raise if neither a device is given nor the topology names one.
+
+    Raises:
+        ParallelError: so it is.
+    """
+    if device is None and topology.device is None:
+        raise ParallelError(
+            f'topology {topology.spelled} names no device; add `device = "h100-sxm"` (or another of '
+            "`bitwright hardware list`) to its file, or give --hardware"
+        )
+
+
+def device_of(topology: Topology, device: Device | None) -> Device:
+    """The device that is given, or the one that the topology names."""
+    if device is not None:
+        return device
+    assert topology.device is not None
+    return hardware.get(topology.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,13 +14,21 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from bitwright import hardware
 from bitwright.comms.topology import Topology
 from bitwright.errors import CommsError, ParallelError
 from bitwright.hardware.device import Device
 from bitwright.hardware.model_shape import ModelShape
 from bitwright.parallel.efficiency import Efficiency, efficiency_of
-from bitwright.parallel.job import DEFAULT_SOFTWARE, TYPICAL, Job, Software, Tuning, raise_if_not_modelled
+from bitwright.parallel.job import (
+    DEFAULT_SOFTWARE,
+    TYPICAL,
+    Job,
+    Software,
+    Tuning,
+    device_of,
+    raise_if_no_device,
+    raise_if_not_modelled,
+)
 from bitwright.parallel.layout import Layout, Recompute
 from bitwright.parallel.memory import LayoutMemory, MemoryFacts, layout_memory
 from bitwright.parallel.network import ClusterNetwork
@@ -62,19 +70,12 @@ class PlanRequest:
         for name in ("sequence", "global_batch"):
             if getattr(self, name) < 1:
                 raise ParallelError(f"{name} is {getattr(self, name)}; give a positive number")
-        if self.device is None and self.topology.device is None:
-            raise ParallelError(
-                f'topology {self.topology.spelled} names no device; add `device = "h100-sxm"` (or another of '
-                "`bitwright hardware list`) to its file, or give --hardware"
-            )
+        raise_if_no_device(self.topology, self.device)
 
     @property
     def used_device(self) -> Device:
         """The device that is planned for."""
-        if self.device is not None:
-            return self.device
-        assert self.topology.device is not None
-        return hardware.get(self.topology.device)
+        return device_of(self.topology, self.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from bitwright import hardware
 from bitwright.comms.topology import Topology
 from bitwright.errors import ParallelError
 from bitwright.hardware.device import Device
 from bitwright.hardware.memory import workspace_bytes
 from bitwright.hardware.model_shape import ModelShape
 from bitwright.parallel.efficiency import efficiency_of
-from bitwright.parallel.job import raise_if_not_modelled
+from bitwright.parallel.job import device_of, raise_if_no_device, raise_if_not_modelled
 from bitwright.parallel.network import ClusterNetwork
 from bitwright.parallel.serving_time import (
     MEMORY_SHARE,
@@ -61,19 +60,12 @@ class ServingRequest:
             for size in sizes:
                 if size < 1:
                     raise ParallelError(f"{name} is {size}; give 1 or more")
-        if self.device is None and self.topology.device is None:
-            raise ParallelError(
-                f"topology {self.topology.spelled} names no device; name one of `bitwright hardware list` in its file, "
-                "or give --hardware"
-            )
+        raise_if_no_device(self.topology, self.device)
 
     @property
     def used_device(self) -> Device:
         """The device that serves."""
-        if self.device is not None:
-            return self.device
-        assert self.topology.device is not None
-        return hardware.get(self.topology.device)
+        return device_of(self.topology, self.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

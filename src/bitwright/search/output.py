@@ -110,17 +110,6 @@ class Output(Protocol):
             ModelError: what the model puts out is not finite; the sequences are named.
         """
 
-    def divergence(self, reference: Any, model: nn.Module, rows: slice) -> Tensor:
-        """KL(reference ‖ model as it now computes), nats summed over the scored predictions of some sequences, 0-d.
-
-        Its gradient may be taken.
-
-        Args:
-            reference: the loaded weights on a text.
-            model: what is compared.
-            rows: sequences of the text, as `compare.batches` cuts them.
-        """
-
     def figures(self, effects: Any, seed: int) -> Mapping[str, Any]:
         """The fields of `Measured` that this output has beside the KL, with intervals of a bootstrap by `seed`."""
 

@@ -33,8 +33,6 @@ from bitwright.search.problem import Problem
 from bitwright.search.progress import Progress
 from bitwright.search.solve import KL, Solution
 
-#: Points that are measured unless more are asked for.
-NUM_POINTS = 12
 #: Sequences of the repair text that each point is run on.
 NUM_SEQUENCES = 16
 #: Levels of one quantity alone, and of each of a pair.

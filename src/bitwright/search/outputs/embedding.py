@@ -147,11 +147,6 @@ class Embedding:
             stage.advance(rows.stop - rows.start)
         return torch.cat(kept)
 
-    def divergence(self, reference: EmbeddingReference, model: nn.Module, rows: slice) -> Tensor:
-        """½ ‖e − e′‖², summed over texts. See `Output`."""
-        found = self.embed(model, reference.text.input_ids[rows], reference.text.scored[rows])
-        return 0.5 * (reference.kept[rows] - found).square().sum()
-
     def figures(self, effects: EmbeddingEffects, seed: int) -> Mapping[str, Any]:
         """Cosines and changes of rank."""
         cosine_S = 1 - effects.kl

@@ -63,14 +63,6 @@ class Tokens:
         """See `compare.compare`."""
         return compare(reference, lambda ids: run_logits(model, ids), stage, num_sequences)
 
-    def divergence(self, reference: Reference, model: nn.Module, rows: slice) -> Tensor:
-        """Σ p (log p − log q) over the vocabulary and the scored tokens. See `Output`."""
-        scored = reference.text.scored[rows][:, 1:]
-        log_q = run_logits(model, reference.text.input_ids[rows])[:, :-1][scored].log_softmax(-1)
-        with torch.no_grad():
-            log_p = reference.logits(rows)[:, :-1][scored].float().log_softmax(-1)
-        return (log_p.exp() * (log_p - log_q)).sum()
-
     def figures(self, effects: TokenEffects, seed: int) -> Mapping[str, Any]:
         """Perplexities and their ratio, the share of tokens with the same first, and the tail of token KL."""
         num_tokens = float(effects.num_scored.sum())
