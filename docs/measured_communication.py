@@ -205,7 +205,7 @@ def _errors(line: Mapping[str, Any], judged: str | None = None, most: float | No
 
 
 def network_table() -> str:
-    """Schedules between real processes: measured, and predicted from single messages; then where they cross."""
+    """Schedules between real processes: measured, predicted from curves fitted beside them, and where they cross."""
     results = result("network.json")
     if results is None:
         return missing("benchmarks/network/run.py")
@@ -214,9 +214,10 @@ def network_table() -> str:
 
 
 def _one_network(cluster: Mapping[str, Any]) -> str:
-    levels = "; ".join(
-        f"{level['kind']} {1e3 * level['latency_s']:.2f} ms, {1e3 * level['gb_per_s_of_a_rank']:.1f} MB/s a rank"
-        for level in cluster["levels"]
+    curves = "; ".join(
+        f"{curve['level']}, `{curve['op']}`: {1e3 * curve['latency_s']:.2f} ms, "
+        f"{1e3 * curve['gb_per_s_of_a_rank']:.1f} MB/s a rank, half at {curve['half_size_bytes'] / 1024:.0f} KiB"
+        for curve in cluster["curves"]
     )
     large = {(row["op"], row["algorithm"], row["num_bytes"]): row for row in cluster["rows"] if row["num_bytes"] >= MIB}
     sizes = sorted({size for _, _, size in large})
@@ -225,7 +226,7 @@ def _one_network(cluster: Mapping[str, Any]) -> str:
         for op, name in dict.fromkeys((op, name) for op, name, _ in large)
     ]
     titles = ("collective", "algorithm", *(f"{size / MIB:g} MiB:" for size in sizes))
-    text = f"{cluster['title']} ({levels}):\n\n{markdown_table(titles, rows)}"
+    text = f"{cluster['title']} ({curves}):\n\n{markdown_table(titles, rows)}"
     crossings = [
         (f"`{row['to']}` beats `{row['from']}`", _crossing(row, "measured"), _bold(row, _crossing(row, "predicted")))
         for row in cluster["crossings"]

@@ -64,8 +64,10 @@ def _inside(namespace: str, *words: str) -> None:
 
 
 def _limit(namespace: str, port: str, mbit: float) -> None:
-    # A bucket of 5 ms, and a queue that holds what all sockets may send: nothing is lost, so nothing is sent again.
-    burst = max(32_000, int(mbit * 1e6 / 8 * 0.005))
+    # A bucket of 2 ms. What an idle link has saved passes without a limit, and a larger one would let a good part of a
+    # message of 64 KiB pass; a smaller one is full before a busy processor comes back to it, and time is lost for good.
+    # The queue holds what all sockets may send: nothing is lost, so nothing is sent again.
+    burst = max(8_000, int(mbit * 1e6 / 8 * 0.002))
     _inside(
         namespace, "tc", "qdisc", "add", "dev", port, "root", "tbf",
         "rate", f"{mbit}mbit", "burst", str(burst), "limit", "32mb",

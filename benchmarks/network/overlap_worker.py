@@ -77,24 +77,29 @@ def all_reduces(sizes: list[int], repeats: int) -> list[dict[str, float]]:
     for size in sizes:
         buffer = torch.zeros(size // 4)
         dist.all_reduce(buffer)
-        found.append({"num_bytes": size, "time_s": _slowest(lambda b=buffer: dist.all_reduce(b), repeats)})
+
+        def once(buffer: Tensor = buffer) -> float:
+            begun = time.perf_counter()
+            dist.all_reduce(buffer)
+            return time.perf_counter() - begun
+
+        found.append({"num_bytes": size, "time_s": _slowest(once, repeats)})
     return found
 
 
-def _slowest(work: Callable[[], object], repeats: int) -> float:
+def _slowest(work: Callable[[], float], repeats: int) -> float:
+    """Seconds that the slowest rank says, the median of so many."""
     times = []
     for _ in range(repeats):
         dist.barrier()
-        begun = time.perf_counter()
-        work()
-        span = torch.tensor([time.perf_counter() - begun])
+        span = torch.tensor([work()])
         dist.all_reduce(span, op=dist.ReduceOp.MAX)
         times.append(float(span))
     return statistics.median(times)
 
 
 def train_step(job: dict[str, Any], repeats: int) -> dict[str, Any]:
-    """Seconds of the backward passes of a step, and the events of the last one."""
+    """Seconds of the backward passes of a step with the exchange and alone, and the events of the last exchange."""
     layers = nn.Sequential(*(_Layer(job["layer_bytes"], job["layer_s"]) for _ in range(job["num_layers"])))
     bucket_mib = job["bucket_bytes"] / (1 << 20)
     model = DistributedDataParallel(layers, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True)
@@ -102,15 +107,17 @@ def train_step(job: dict[str, Any], repeats: int) -> dict[str, Any]:
     model.register_comm_hook(watched, _hook)
     x = torch.zeros(1, requires_grad=True)
 
-    def step() -> float:
+    def step(exchanges: bool = True) -> float:
         spent = 0.0
         for micro in range(job["micro_batches"]):
-            is_last = micro == job["micro_batches"] - 1 and job["overlap"]
-            model.require_backward_grad_sync = is_last
+            is_last = exchanges and micro == job["micro_batches"] - 1
+            model.require_backward_grad_sync = is_last and job["overlap"]
             loss = model(x).sum()
-            watched.events, watched.begun = [], time.perf_counter()
+            if is_last:
+                watched.events = []
+            watched.begun = time.perf_counter()
             loss.backward()
-            if micro == job["micro_batches"] - 1 and not job["overlap"]:
+            if is_last and not job["overlap"]:
                 for layer in layers:
                     assert layer.weight.grad is not None
                     dist.all_reduce(layer.weight.grad)
@@ -118,13 +125,10 @@ def train_step(job: dict[str, Any], repeats: int) -> dict[str, Any]:
         return spent
 
     step()  # the first pass makes buckets in the order of use
-    times = []
-    for _ in range(repeats):
-        dist.barrier()
-        span = torch.tensor([step()])
-        dist.all_reduce(span, op=dist.ReduceOp.MAX)
-        times.append(float(span))
-    return {**job, "time_s": statistics.median(times), "events": watched.events}
+    time_s = _slowest(step, repeats)
+    events = watched.events
+    alone_s = _slowest(lambda: step(exchanges=False), max(3, repeats // 2))
+    return {**job, "time_s": time_s, "alone_s": alone_s, "events": events}
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""Schedules between real processes over a network with known limits, against the model fitted to single messages.
+"""Schedules between real processes over a network with known limits, against the model fitted to pairs of ranks.
 
     python benchmarks/network/run.py [--quick] [--pin 0,1]        # root; writes results/network.json unless --quick
 
-1. Messages of a few sizes between two ranks of a node, and of two nodes: α, B and H of each level (`comms.fit`).
+1. Messages of a few sizes between two ranks of a node, and of two nodes, both ways at once, and all-to-alls among
+   one rank of each node: α, B and H of each level (`comms.fit`).
 2. Every collective by every algorithm, predicted from these alone (`comms.schedule_cost`), and measured.
 3. All-reduces with a delay between nodes, small ones too; from which size on a ring beats a tree, and so on.
 
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hosts import Cluster, launch, running
 from machine import machine, now
 
-from bitwright.comms import Level, Topology
+from bitwright.comms import Curve, Level, Topology
 from bitwright.comms.collectives import algorithms_of, schedule
 from bitwright.comms.fit import Timed, fit_curves
 from bitwright.comms.schedule_cost import schedule_time
@@ -43,6 +44,8 @@ MIB = 1 << 20
 NUM_SEGMENTS, NUM_SEGMENTS_DELAYED = 4, 1
 #: Sizes of messages that levels are fitted to: smaller ones pass within what a bucket holds, as if there were no limit.
 MESSAGES = (1 << 10, MIB, 2 * MIB, 4 * MIB)
+#: Bytes of the library's all-to-alls among one rank of each node.
+AMONG = (256 << 10, MIB, 2 * MIB, 4 * MIB)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 #: Pairs of all-reduces: (better for small messages, better for large ones), as far as they cross.
 CROSSINGS = (
@@ -138,6 +141,10 @@ def jobs_of(cluster: Cluster, sizes: dict[str, Sequence[int]]) -> dict[str, Any]
             for source, destination in pairs
             for size in MESSAGES
         ],
+        "among": [
+            {"ranks": list(range(0, cluster.num_ranks, cluster.ranks_per_node)), "num_bytes": size}
+            for size in (AMONG if cluster.num_nodes > 2 else ())
+        ],
         "schedules": schedules,
     }
 
@@ -157,29 +164,34 @@ def measure(cluster: Cluster, jobs: dict[str, Any], pin: str | None) -> dict[str
         return json.loads(out.read_text(encoding="utf-8"))
 
 
-def fitted(cluster: Cluster, messages: Sequence[dict[str, Any]]) -> Topology:
-    """Levels from single messages: `comm fit`, each level by itself."""
+def fitted(cluster: Cluster, found: dict[str, Any]) -> Topology:
+    """Levels from pairs of ranks, and from all-to-alls between nodes: `comm fit`, each level by itself."""
     levels = []
     rates = (("inside a node", cluster.inner_mbit, False), ("between nodes", cluster.outer_mbit, True))
     for kind, mbit, is_outer in rates:
-        own = [m for m in messages if (m["destination"] >= cluster.ranks_per_node) == is_outer]
         count = cluster.num_nodes if is_outer else cluster.ranks_per_node
         if count == 1:
             continue
-        alone = Topology(
-            name="pair", aliases=(), device=None, compute_capability=None, levels=(_level(kind, mbit, 2, is_outer),),
-            counts=(2,),
-        )  # fmt: skip
-        rows = [Timed(op="send_recv", algorithm="direct", num_bytes=m["num_bytes"], time_s=m["time_s"]) for m in own]
-        found = fit_curves(alone, rows).topology.levels[0]
-        # A message alone has the whole link of its node; the model's figures are of one rank.
+        messages = [m for m in found["messages"] if (m["destination"] >= cluster.ranks_per_node) == is_outer]
+        curves = _curves(_level(kind, mbit, 2, is_outer), "send_recv", "direct", messages)
+        if is_outer and found["among"]:
+            curves += _curves(_level(kind, mbit, count, is_outer), "all_to_all", "pairwise", found["among"])
+        # One rank of a node has its whole link here; the model's figures are of each of all ranks.
         share = cluster.ranks_per_node if is_outer else 1
-        curve = replace(found.curves[0], ceiling_gb_per_s=found.curves[0].ceiling_gb_per_s / share)
-        levels.append(replace(found, members=count, curves=(curve,)))
+        shared = tuple(replace(curve, ceiling_gb_per_s=curve.ceiling_gb_per_s / share) for curve in curves)
+        levels.append(replace(_level(kind, mbit, count, is_outer), curves=shared))
     counts = tuple(level.members for level in levels)
     return Topology(
         name="bench", aliases=(), device=None, compute_capability=None, levels=tuple(levels), counts=counts
     )  # fmt: skip
+
+
+def _curves(level: Level, op: str, algorithm: str, rows: Sequence[dict[str, Any]]) -> tuple[Curve, ...]:
+    alone = Topology(
+        name="level", aliases=(), device=None, compute_capability=None, levels=(level,), counts=(level.members,)
+    )  # fmt: skip
+    timed = [Timed(op=op, algorithm=algorithm, num_bytes=row["num_bytes"], time_s=row["time_s"]) for row in rows]
+    return fit_curves(alone, timed).topology.levels[0].curves
 
 
 def compare(cluster: Cluster, found: dict[str, Any], model: Topology) -> list[Compared]:
@@ -285,9 +297,11 @@ def report(title: str, rows: Sequence[Compared], model: Topology) -> dict[str, A
     """Print, and return what the result file keeps."""
     print(title)
     for level in model.levels:
-        curve = level.curves[0]
-        print(f"  {level.kind}: {1e3 * (curve.latency_s or 0):.2f} ms, {1e3 * curve.ceiling_gb_per_s:.2f} MB/s a rank, "
-              f"half at {curve.half_size_bytes / 1024:.0f} KiB")  # fmt: skip
+        for curve in level.curves:
+            print(
+                f"  {level.kind}, {curve.ops[0]}: {1e3 * (curve.latency_s or 0):.2f} ms, "
+                f"{1e3 * curve.ceiling_gb_per_s:.2f} MB/s a rank, half at {curve.half_size_bytes / 1024:.0f} KiB"
+            )
     for row in rows:
         print(
             f"  {row.op:15} {row.algorithm:20} {row.num_bytes / MIB:8.3f} MiB  measured {1e3 * row.measured_s:8.1f} ms "
@@ -302,9 +316,16 @@ def report(title: str, rows: Sequence[Compared], model: Topology) -> dict[str, A
         print(f"  {'met   ' if verdict.is_met else 'MISSED'} {verdict.what}: {verdict.found}")
     return {
         "title": title,
-        "levels": [
-            {"kind": x.kind, "latency_s": x.curves[0].latency_s, "gb_per_s_of_a_rank": x.curves[0].ceiling_gb_per_s}
-            for x in model.levels
+        "curves": [
+            {
+                "level": level.kind,
+                "op": curve.ops[0],
+                "latency_s": curve.latency_s,
+                "gb_per_s_of_a_rank": curve.ceiling_gb_per_s,
+                "half_size_bytes": curve.half_size_bytes,
+            }
+            for level in model.levels
+            for curve in level.curves
         ],
         "rows": [asdict(row) for row in rows],
         "crossings": [{**line, "is_met": is_near(line)} for line in crossings],
@@ -315,14 +336,18 @@ def report(title: str, rows: Sequence[Compared], model: Topology) -> dict[str, A
 def plan_of(quick: bool) -> list[tuple[str, Cluster, dict[str, Sequence[int]]]]:
     """(title, network, sizes of each collective) of what a run measures."""
     nodes = 2 if quick else 4
-    plain = Cluster(num_nodes=nodes, ranks_per_node=2, inner_mbit=400, outer_mbit=100)
-    slow = replace(plain, delay_s=0.005)
-    summed = (MIB,) if quick else (MIB, 4 * MIB, 16 * MIB)
-    around = (64 << 10, MIB) if quick else tuple(1 << power for power in range(12, 24))
-    others = dict.fromkeys(COLLECTIVES, (MIB,) if quick else (MIB, 4 * MIB))
+    plain = Cluster(num_nodes=nodes, ranks_per_node=2, inner_mbit=200, outer_mbit=50)
+    # A relay handles every frame by itself: at these rates four of them leave the ranks their processors.
+    slow = Cluster(num_nodes=nodes, ranks_per_node=2, inner_mbit=100, outer_mbit=25, delay_s=0.005)
+    summed, moved = ((MIB,), (MIB,)) if quick else ((MIB, 2 * MIB, 4 * MIB), (MIB, 4 * MIB))
+    around = (64 << 10, MIB) if quick else tuple(1 << power for power in range(11, 22))
     return [
-        (f"{nodes} nodes of 2, no delay", plain, {**others, "all_reduce": summed}),
-        (f"{nodes} nodes of 2, 5 ms out of each node", slow, {**others, "all_reduce": around}),
+        (f"{nodes} nodes of 2, no delay", plain, {**dict.fromkeys(COLLECTIVES, moved), "all_reduce": summed}),
+        (
+            f"{nodes} nodes of 2, 5 ms out of each node",
+            slow,
+            {**dict.fromkeys(COLLECTIVES, moved[:1]), "all_reduce": around},
+        ),
     ]
 
 
@@ -336,7 +361,7 @@ def main() -> None:
         jobs = jobs_of(cluster, sizes)
         print(f"{title}: {len(jobs['schedules'])} schedules, about {planned_s(jobs) / 60:.1f} min", flush=True)
         found = measure(cluster, jobs, options.pin)
-        model = fitted(cluster, found["messages"])
+        model = fitted(cluster, found)
         told.append(report(title, compare(cluster, found, model), model))
     missed = [verdict["what"] for cluster in told for verdict in cluster["verdicts"] if not verdict["is_met"]]
     count = sum(len(cluster["verdicts"]) for cluster in told)

@@ -8,6 +8,7 @@ A time is that of the slowest rank, the median over repetitions. Results are che
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import time
@@ -21,35 +22,63 @@ import torch.distributed as dist
 from bitwright.comms.collectives import schedule
 from bitwright.comms.run_schedule import run_schedule
 
+#: Messages between two ranks that are timed one after the other.
+IN_A_ROW = 3
+
 
 def timed(work: Callable[[], object], repeats: int) -> float:
     """Seconds of the slowest rank, the median of so many."""
+    return statistics.median(_spans(work, repeats, dist.ReduceOp.MAX))
+
+
+def exchange(source: int, destination: int, num_bytes: int, repeats: int) -> float:
+    """Seconds in which two ranks send each other a message, as a step of a schedule uses a link both ways.
+
+    One way alone is faster, since acknowledgements of what comes in share the way out; and a message after a pause is,
+    since what the link has saved passes at once: so several in a row are timed. The two leave the barrier at different
+    times, and whoever leaves it last waits for nobody: its time counts.
+    """
+    rank = dist.get_rank()
+    takes_part = rank in (source, destination)
+    other = destination if rank == source else source
+    content, room = torch.zeros(2, num_bytes, dtype=torch.uint8)
+
+    def work() -> None:
+        for _ in range(IN_A_ROW if takes_part else 0):
+            coming, going = dist.irecv(room, other), dist.isend(content, other)
+            assert coming is not None and going is not None
+            coming.wait()
+            going.wait()
+
+    work()
+    return statistics.median(_spans(work, repeats, dist.ReduceOp.MIN, counts=takes_part)) / IN_A_ROW
+
+
+def _spans(work: Callable[[], object], repeats: int, of: dist.ReduceOp, counts: bool = True) -> list[float]:
+    """Seconds of each repetition: those of one of the ranks that count."""
     found = []
     for _ in range(repeats):
         dist.barrier()
         begun = time.perf_counter()
         work()
-        span = torch.tensor([time.perf_counter() - begun])
-        dist.all_reduce(span, op=dist.ReduceOp.MAX)
+        span = torch.tensor([time.perf_counter() - begun if counts else math.inf])
+        dist.all_reduce(span, op=of)
         found.append(float(span))
-    return statistics.median(found)
+    return found
 
 
-def message(source: int, destination: int, num_bytes: int, repeats: int) -> float:
-    """Seconds of one message, half of one there and back."""
-    rank = dist.get_rank()
-    content = torch.zeros(num_bytes, dtype=torch.uint8)
+def among(ranks: list[int], num_bytes: int, repeats: int) -> float:
+    """Seconds of the library's all-to-all among some ranks, timed as `exchange` is."""
+    takes_part = dist.get_rank() in ranks
+    group = dist.new_group(ranks)
+    content, room = torch.zeros(2, num_bytes // len(ranks) * len(ranks), dtype=torch.uint8)
 
     def work() -> None:
-        if rank == source:
-            dist.send(content, destination)
-            dist.recv(content, destination)
-        elif rank == destination:
-            dist.recv(content, source)
-            dist.send(content, source)
+        for _ in range(IN_A_ROW if takes_part else 0):
+            dist.all_to_all_single(room, content, group=group)
 
     work()
-    return timed(work, repeats) / 2
+    return statistics.median(_spans(work, repeats, dist.ReduceOp.MIN, counts=takes_part)) / IN_A_ROW
 
 
 def check(op: str, found: torch.Tensor) -> None:
@@ -72,10 +101,12 @@ def main() -> None:
     jobs = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     size, rank = dist.get_world_size(), dist.get_rank()
-    found: dict[str, list[dict[str, object]]] = {"messages": [], "schedules": []}
+    found: dict[str, list[dict[str, object]]] = {"messages": [], "among": [], "schedules": []}
     for job in jobs["messages"]:
-        seconds = message(job["source"], job["destination"], job["num_bytes"], jobs["repeats"])
+        seconds = exchange(job["source"], job["destination"], job["num_bytes"], jobs["repeats"])
         found["messages"].append({**job, "time_s": seconds})
+    for job in jobs["among"]:
+        found["among"].append({**job, "time_s": among(job["ranks"], job["num_bytes"], jobs["repeats"])})
     for number, job in enumerate(jobs["schedules"]):
         made = schedule(
             job["op"], job["algorithm"], size, ranks_per_node=jobs["ranks_per_node"], num_segments=jobs["num_segments"]

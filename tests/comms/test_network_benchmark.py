@@ -38,7 +38,7 @@ def step(*, overlap: bool, micro_batches: int, time_s: float) -> dict[str, Any]:
     events = [{"ready_s": 0.2 * (i + 1), "num_bytes": float(MIB), "end_s": 0.2 * (i + 1) + 0.1} for i in range(4)]
     return {
         "num_layers": 4, "layer_bytes": MIB, "layer_s": 0.1, "bucket_bytes": MIB, "micro_batches": micro_batches,
-        "overlap": overlap, "time_s": time_s, "events": events if overlap else [],
+        "overlap": overlap, "time_s": time_s, "alone_s": 0.8 * micro_batches, "events": events if overlap else [],
     }  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def test_overlap_is_judged_drawn_and_filed(script: Callable[[str], ModuleType], 
     drawn = overlap.timeline(steps[0])
     assert (drawn.drawn, drawn.num_micro_batches, len(drawn.events)) == (1, 1, 8)
     assert [event.category for event in drawn.events if event.lane == "dp"] == ["collective"] * 3 + ["exposed"]
-    overlap.write([hidden, after], drawn, tmp_path)
+    overlap.write([hidden, after], [], drawn, tmp_path)
     filed = json.loads((tmp_path / "network-overlap.json").read_text())
     assert filed["date"].endswith("UTC") and {"cpu", "cores", "commit", "torch"} <= filed["machine"].keys()
     assert "events" not in filed["rows"][0]
@@ -140,7 +140,7 @@ def test_the_page_tells_what_was_met(
     messages = [
         {"source": 0, "destination": d, "num_bytes": n, "time_s": 1e-3 + n / 1e7} for d in (1, 2) for n in run.MESSAGES
     ]
-    told = run.report("two nodes", found, run.fitted(cluster, messages))
+    told = run.report("two nodes", found, run.fitted(cluster, {"messages": messages, "among": []}))
     machine = {"cpu": "a processor", "cores": 2, "python": "3.11", "torch": "2.13"}
     content = {"date": "today", "machine": machine, "clusters": [told]}
     (tmp_path / "network.json").write_text(json.dumps(content))
@@ -151,7 +151,7 @@ def test_the_page_tells_what_was_met(
     assert "Measured on a processor, 2 cores" in text and "today" in text
 
     model = overlap.fitted(cluster, [{"num_bytes": n * MIB, "time_s": 0.1 * n} for n in (1, 2, 4, 8)])
-    overlap.write(overlap.compare([step(overlap=True, micro_batches=1, time_s=0.9)], model),
+    overlap.write(overlap.compare([step(overlap=True, micro_batches=1, time_s=0.9)], model), [],
                   overlap.timeline(step(overlap=True, micro_batches=1, time_s=0.9)), tmp_path)  # fmt: skip
     table = measured_communication.overlap_table()
     assert "| 1 MiB | 1 | 800 ms | 900 ms | 100 ms |" in table

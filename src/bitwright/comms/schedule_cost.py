@@ -1,17 +1,21 @@
 """How long a schedule takes on a topology, message by message: for algorithms that no library has a curve of.
 
-Each rank has a clock. A step of a rank starts when its last one has ended and its partners are there, and takes
+Each rank has a clock. Between two ranks that are there at the same time a message takes
 
-    α + max over the links that its messages pass of  V/B · (1 + √(H/V))
+    α + max over the links that it passes of  V/B · (1 + √(H/V))
 
 with V the bytes that the step puts on that link in that direction: a rank's own link, and at each level that a message
 crosses the links of the unit it leaves and of the one it enters. α, B and H are those of a message at the outermost
 level that the step crosses (the curve of `send_recv` there, which `comm fit` finds; an α that nobody measured is that
-of the library's messages). Ranks wait only for their partners, so that steps of a pipeline overlap where the schedule
-lets them. A step in which all ranks do alike has a closed form, `step_cost`.
+of the library's messages). Half of α tells the sender that there is room, and half is the way of the data: who has
+waited for a message for longer than that has told already, and who has sent it does not wait for it to arrive. Where
+several ranks each send to several at once, some links run dry while others have a queue: there B and H are of the
+level's all-to-all, if somebody measured it. Ranks wait only for their partners, so that steps of a pipeline overlap
+where the schedule lets them. A step in which all ranks do alike has a closed form, `step_cost`.
 
 What it does not know: two steps of different ranks that happen to share a link at one time, and the work of the
-processor that adds and copies. Sources: Hockney 1994 (α + S/B); Culler et al. 1993, LogP (clocks by process).
+processor that adds and copies. Sources: Hockney 1994 (α + S/B); Culler et al. 1993, LogP (clocks by process);
+the clear-to-send messages of NCCL's network transports and of Gloo's buffers.
 """
 
 from __future__ import annotations
@@ -27,6 +31,22 @@ from bitwright.errors import CommsError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Rate:
+    """How fast bytes pass the links of a unit."""
+
+    #: Bytes a second that they carry for one of its ranks, and for all of them.
+    of_rank: float
+    of_unit: float
+    #: Bytes on a link of which half as many pass in a second.
+    half_size: float
+
+    def seconds(self, load: float, is_of_rank: bool) -> float:
+        if load <= 0:
+            return 0.0
+        return load / (self.of_rank if is_of_rank else self.of_unit) * (1 + math.sqrt(self.half_size / load))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Tier:
     """A level as messages see it: units of `size` ranks are joined, each through links of so many bytes a second."""
 
@@ -35,9 +55,9 @@ class _Tier:
     size: int
     curve: Curve
     latency_s: float
-    #: What the links of one unit carry for one of its ranks, and for all of them.
-    rank_rate: float
-    unit_rate: float
+    #: Of messages one at a time, and of an exchange among several.
+    alone: _Rate
+    crowded: _Rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,10 +116,10 @@ def step_cost(topology: Topology, index: int, num_bytes: float) -> StepCost:
         num_bytes: of each rank.
     """
     tiers = _tiers(topology)
-    links = [(num_bytes, tier, True) for tier in tiers[: index + 1]]
-    links += [(num_bytes * tier.size, tier, False) for tier in tiers[1 : index + 1]]
+    links = [tier.alone.seconds(num_bytes, True) for tier in tiers[: index + 1]]
+    links += [tier.alone.seconds(num_bytes * tier.size, False) for tier in tiers[1 : index + 1]]
     tier = tiers[index]
-    seconds = tier.latency_s + max(_seconds(*link) for link in links)
+    seconds = tier.latency_s + max(links)
     return StepCost(
         seconds=seconds, latency_s=tier.latency_s, is_measured=tier.curve in topology.spanned[index][0].curves
     )
@@ -108,20 +128,31 @@ def step_cost(topology: Topology, index: int, num_bytes: float) -> StepCost:
 def _take(
     step: Iterable[Transfer], chunk: float, tiers: list[_Tier], clocks: list[float], bounds: dict[str, float]
 ) -> None:
-    sent = [item for item in step if item.source != item.destination]
+    sent = [(item, _links(item, tiers)) for item in step if item.source != item.destination]
     loads: dict[tuple[int, int, bool, bool], float] = {}
-    for item in sent:
-        for key in _links(item, tiers):
+    to: dict[tuple[int, int], set[int]] = {}
+    come: dict[tuple[int, int], set[int]] = {}
+    for item, keys in sent:
+        for key in keys:
             loads[key] = loads.get(key, 0.0) + (item.stop - item.first) * chunk
+            to.setdefault((key[0], item.source), set()).add(item.destination)
+            come.setdefault((key[0], item.destination), set()).add(item.source)
     starts = list(clocks)
-    for item in sent:
-        keys = _links(item, tiers)
-        seconds, kind = max((_seconds(loads[key], tiers[key[0]], key[3]), tiers[key[0]].kind) for key in keys)
+    for item, keys in sent:
+        times = []
+        for key in keys:
+            index, _, _, is_of_rank = key
+            is_crowded = len(to[index, item.source]) > 1 and len(come[index, item.destination]) > 1
+            tier = tiers[index]
+            rate = tier.crowded if is_crowded else tier.alone
+            times.append((rate.seconds(loads[key], is_of_rank), tier.kind))
+        seconds, kind = max(times)
         crossed = tiers[max(key[0] for key in keys)]
-        end = max(starts[item.source], starts[item.destination]) + crossed.latency_s + seconds
+        way = crossed.latency_s / 2
+        sent_at = max(starts[item.source], starts[item.destination] + way) + seconds
         bounds[kind] += seconds
-        clocks[item.source] = max(clocks[item.source], end)
-        clocks[item.destination] = max(clocks[item.destination], end)
+        clocks[item.source] = max(clocks[item.source], sent_at)
+        clocks[item.destination] = max(clocks[item.destination], sent_at + way)
 
 
 def _links(item: Transfer, tiers: list[_Tier]) -> list[tuple[int, int, bool, bool]]:
@@ -138,29 +169,31 @@ def _links(item: Transfer, tiers: list[_Tier]) -> list[tuple[int, int, bool, boo
     return found
 
 
-def _seconds(load: float, tier: _Tier, is_of_rank: bool) -> float:
-    if load <= 0:
-        return 0.0
-    rate = tier.rank_rate if is_of_rank else tier.unit_rate
-    return load / rate * (1 + math.sqrt(tier.curve.half_size_bytes / load))
-
-
 def _tiers(topology: Topology) -> list[_Tier]:
     found = []
-    for level, _, below in topology.spanned:
+    for level, members, below in topology.spanned:
         curve = level.curve("send_recv", "direct") or level.curve("all_reduce", "ring")
         if curve is None:
             ceiling = 0.83 * level.one_way_gb_per_s
             curve = Curve(algorithm="direct", ceiling_gb_per_s=ceiling, half_size_bytes=0.0)
-        rate = 1e9 * curve.ceiling_gb_per_s
+        among = next((c for c in level.curves if c.algorithm == "pairwise" and "all_to_all" in c.ops), None)
+        share = below if level.is_shared else 1
+        alone = _rate(curve.ceiling_gb_per_s, curve.half_size_bytes, below, share)
+        # A curve's half size is of the collective's bytes, of which a rank keeps its own part.
+        crowded = among and _rate(among.ceiling_gb_per_s, among.half_size_bytes * (members - 1) / members, below, share)
         found.append(
             _Tier(
                 kind=level.kind,
                 size=below,
                 curve=curve,
                 latency_s=message_seconds(level, topology) if curve.latency_s is None else curve.latency_s,
-                rank_rate=rate * (below if level.is_shared else 1),
-                unit_rate=rate * below,
+                alone=alone,
+                crowded=crowded or alone,
             )
         )
     return found
+
+
+def _rate(ceiling_gb_per_s: float, half_size: float, below: int, share: int) -> _Rate:
+    ceiling = 1e9 * ceiling_gb_per_s
+    return _Rate(of_rank=ceiling * share, of_unit=ceiling * below, half_size=half_size)
