@@ -15,8 +15,8 @@ running a program (`graph_run.py`), and inserting operators into one (`inference
     output, y, h             behind the operator
     norm                     its first operand, and behind it
 
-A fused attention has all of these inside, and is computed step by step instead (`attention_calls.attention`). Products
-are matmul, bmm, baddbmm and einsum, whatever the order of their dimensions.
+A fused attention has all of these inside, and is computed step by step instead (`attention_calls.attention`). How the
+operands of products lie is said by `graph_products.py`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +32,7 @@ from torch.fx import Node
 
 from bitwright.models.attention_calls import PartOffer, attention, causal_mask, sum_by_blocks
 from bitwright.models.graph import RESHAPES, SAME_VALUES
+from bitwright.models.graph_products import Order, product_of, tensors_of, with_operand
 
 _ATEN: Any = torch.ops.aten
 
@@ -46,8 +46,6 @@ def overloads(*names: str) -> frozenset[Any]:
 SOFTMAXES = overloads("softmax", "_softmax")
 FUSED_ATTENTIONS = frozenset({_ATEN.scaled_dot_product_attention.default})
 NORMS = overloads("layer_norm", "rms_norm", "native_layer_norm", "group_norm")
-#: Products of two activations.
-ACTIVATION_PRODUCTS = frozenset({_ATEN.matmul.default, _ATEN.bmm.default, _ATEN.baddbmm.default, _ATEN.einsum.default})
 _SCALINGS = {_ATEN.mul.Tensor: False, _ATEN.mul.Scalar: False, _ATEN.div.Tensor: True, _ATEN.div.Scalar: True}
 #: The operator that `name_norm_inputs` puts before a written norm.
 NORM_INPUT = _ATEN.alias.default
@@ -67,17 +65,6 @@ class Place:
     position: int = 0
     #: (offer, the value) → what is used in its place; with "instead" (offer, *args, **kwargs) → the result.
     change: Callable[..., Any]
-
-
-def tensors_of(node: Node) -> list[Node]:
-    """The operands of a product, or the first argument of anything else: nodes."""
-    arguments: Any = node.args
-    match node.target:
-        case _ATEN.einsum.default:
-            return list(arguments[1])
-        case _ATEN.baddbmm.default:
-            return [arguments[1], arguments[2]]
-    return [arg for arg in arguments[:2] if isinstance(arg, Node)]
 
 
 def places_of(node: Node, parts: Collection[str]) -> tuple[Place, ...]:
@@ -117,16 +104,6 @@ def compute(node: Node, places: Sequence[Place], offer: PartOffer, args: Any, kw
     return result
 
 
-def with_operand(node: Node, args: Any, position: int, change: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """Arguments of a node, or what stands for them, with one of the operands of `tensors_of` changed."""
-    if node.target is _ATEN.einsum.default:
-        operands = list(args[1])
-        operands[position] = change(operands[position])
-        return (args[0], operands, *args[2:])
-    at = position + 1 if node.target is _ATEN.baddbmm.default else position
-    return (*args[:at], change(args[at]), *args[at + 1 :])
-
-
 def _norm(node: Node) -> list[Place]:
     """Both ends of a norm that is one operator; of one that is written out the end at which the node is."""
     before = Place(kind="before", change=lambda offer, x: offer("norm", "input", x))
@@ -148,72 +125,6 @@ def _first(offer: PartOffer, part: str, operand: str, result: Any) -> Any:
 
 
 # --- products of activations ------------------------------------------------------------------------------------------
-
-
-class Order(NamedTuple):
-    """How a tensor is seen as [batch, heads, tokens, numbers]: its dimensions in that order, heads in any number."""
-
-    dims: tuple[int, ...]
-
-    def shape(self, value: Tensor) -> tuple[Any, ...]:
-        """[batch, heads, tokens, numbers] of a tensor."""
-        sizes = [value.shape[dim] for dim in self.dims]
-        return (sizes[0] if len(sizes) > 2 else 1, prod(sizes[1:-2]), *sizes[-2:])
-
-    def seen(self, x: Tensor) -> Tensor:
-        """The tensor in that shape."""
-        ordered = x.permute(self.dims)
-        match len(self.dims):
-            case 4:
-                return ordered
-            case 3:
-                return ordered.unsqueeze(1)
-            case 2:
-                return ordered[None, None]
-        return ordered.flatten(1, -3)
-
-    def back(self, seen: Tensor, like: Tensor) -> Tensor:
-        """The reverse: in the shape of `like`."""
-        ordered = seen.reshape([like.shape[dim] for dim in self.dims])
-        return ordered.permute([self.dims.index(dim) for dim in range(len(self.dims))])
-
-
-class ActivationProduct(NamedTuple):
-    """A product of two activations: how its operands and its result lie, both with the summed dimension last."""
-
-    first: Order
-    second: Order
-    result: Order
-
-
-def product_of(node: Node) -> ActivationProduct:
-    """How the operands of a product lie. Raises ValueError where it is none of one summed dimension."""
-    dims = [operand.meta["val"].dim() for operand in tensors_of(node)]
-    if len(dims) != 2 or min(dims) < 2:
-        raise ValueError("no product of two matrices")
-    if node.target is _ATEN.einsum.default:
-        return _einsum(str(node.args[0]))
-    first, second = (tuple(range(dim)) for dim in dims)
-    result = tuple(range(max(dims)))
-    return ActivationProduct(Order(first), Order((*second[:-2], second[-1], second[-2])), Order(result))
-
-
-def _einsum(equation: str) -> ActivationProduct:
-    inputs, arrow, output = equation.replace(" ", "").partition("->")
-    first, comma, second = inputs.partition(",")
-    plain = all(len(set(letters)) == len(letters) and letters.isalpha() for letters in (first, second, output))
-    summed = [letter for letter in first if letter in second and letter not in output]
-    shared = [letter for letter in output if letter in first and letter in second]
-    # in the order of the output: what comes last before the summed one are tokens
-    own = [[letter for letter in output if letter in letters and letter not in shared] for letters in (first, second)]
-    whole = all(set(letters) == {*shared, *o, *summed} for letters, o in zip((first, second), own, strict=True))
-    if not arrow or not comma or not plain or not whole or len(summed) != 1 or not own[0] or not own[1]:
-        raise ValueError(f"einsum '{equation}' is no product of two matrices with one summed dimension")
-    return ActivationProduct(
-        Order(tuple(first.index(letter) for letter in (*shared, *own[0], *summed))),
-        Order(tuple(second.index(letter) for letter in (*shared, *own[1], *summed))),
-        Order(tuple(output.index(letter) for letter in (*shared, *own[0], *own[1]))),
-    )
 
 
 def _of_heads(what: tuple[str, str], order: Order) -> Callable[[PartOffer, Tensor], Tensor]:

@@ -30,7 +30,6 @@ from torch.fx import Node
 from bitwright.models.graph import WeightUse, module_of, node_named, parameters_of
 from bitwright.models.graph_norms import ends_written_norm, norm_input
 from bitwright.models.graph_places import (
-    ACTIVATION_PRODUCTS,
     FUSED_ATTENTIONS,
     LOOKS_LIKE_ITSELF,
     NORMS,
@@ -40,6 +39,7 @@ from bitwright.models.graph_places import (
     origin_of,
     overloads,
 )
+from bitwright.models.graph_products import ACTIVATION_PRODUCTS
 from bitwright.models.sites import Site
 from bitwright.models.value_calls import ACTIVATION_HOMES, NOT_ELEMENTWISE, PRODUCT_PARTS
 from bitwright.models.value_sites import PARTS, ValueSite

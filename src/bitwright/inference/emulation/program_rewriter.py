@@ -29,7 +29,8 @@ from bitwright.inference.emulation.emulate import SiteRule
 from bitwright.models.attention_calls import PartOffer
 from bitwright.models.graph import WeightUse
 from bitwright.models.graph_norms import name_norm_input
-from bitwright.models.graph_places import Place, with_operand
+from bitwright.models.graph_places import Place
+from bitwright.models.graph_products import with_operand
 from bitwright.quantize.static_scales import round_input
 
 #: Names of the constants that are added to a program begin with it.
