@@ -33,6 +33,7 @@ import measured_communication
 import measured_peers
 import measured_running
 import measured_training
+import training_keys
 from measured import markdown_table
 
 from bitwright import formats, hardware
@@ -560,6 +561,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fp8": measured_running.fp8_table,
     "break-even": measured_running.break_even_table,
     "padding": measured_running.padding_table,
+    "keys of training": training_keys.keys_table,
     "policies of training": measured_training.policies_table,
     "policies of devices": measured_training.native_policies_table,
     "three am": measured_training.three_am_table,

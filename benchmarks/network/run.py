@@ -2,8 +2,8 @@
 
     python benchmarks/network/run.py [--quick] [--pin 0,1]        # root; writes results/network.json unless --quick
 
-1. Messages of a few sizes between two ranks of a node, and of two nodes, both ways at once, and all-to-alls among
-   one rank of each node: α, B and H of each level (`comms.fit`).
+1. Messages of a few sizes between two ranks of a node, and of two nodes, both ways at once: α, B and H of each level
+   (`comms.fit`).
 2. Every collective by every algorithm, predicted from these alone (`comms.schedule_cost`), and measured.
 3. All-reduces with a delay between nodes, small ones too; from which size on a ring beats a tree, and so on.
 
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hosts import Cluster, launch, running
 from machine import machine, now
 
-from bitwright.comms import Curve, Level, Topology
+from bitwright.comms import Level, Topology
 from bitwright.comms.collectives import algorithms_of, schedule
 from bitwright.comms.fit import Timed, fit_curves
 from bitwright.comms.schedule_cost import schedule_time
@@ -42,10 +42,8 @@ RESULT = HERE.parent / "results" / "network.json"
 MIB = 1 << 20
 #: Pieces of the tree's pipeline: several where bytes decide, one where steps do.
 NUM_SEGMENTS, NUM_SEGMENTS_DELAYED = 4, 1
-#: Sizes of messages that levels are fitted to: smaller ones pass within what a bucket holds, as if there were no limit.
-MESSAGES = (1 << 10, MIB, 2 * MIB, 4 * MIB)
-#: Bytes of the library's all-to-alls among one rank of each node.
-AMONG = (256 << 10, MIB, 2 * MIB, 4 * MIB)
+#: Sizes of messages that levels are fitted to: the smallest, and those that schedules cut large buffers into.
+MESSAGES = (1 << 10, 128 << 10, 256 << 10, 512 << 10, MIB, 4 * MIB)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 #: Pairs of all-reduces: (better for small messages, better for large ones), as far as they cross.
 CROSSINGS = (
@@ -141,10 +139,6 @@ def jobs_of(cluster: Cluster, sizes: dict[str, Sequence[int]]) -> dict[str, Any]
             for source, destination in pairs
             for size in MESSAGES
         ],
-        "among": [
-            {"ranks": list(range(0, cluster.num_ranks, cluster.ranks_per_node)), "num_bytes": size}
-            for size in (AMONG if cluster.num_nodes > 2 else ())
-        ],
         "schedules": schedules,
     }
 
@@ -164,34 +158,29 @@ def measure(cluster: Cluster, jobs: dict[str, Any], pin: str | None) -> dict[str
         return json.loads(out.read_text(encoding="utf-8"))
 
 
-def fitted(cluster: Cluster, found: dict[str, Any]) -> Topology:
-    """Levels from pairs of ranks, and from all-to-alls between nodes: `comm fit`, each level by itself."""
+def fitted(cluster: Cluster, messages: Sequence[dict[str, Any]]) -> Topology:
+    """Levels from pairs of ranks: `comm fit`, each level by itself."""
     levels = []
     rates = (("inside a node", cluster.inner_mbit, False), ("between nodes", cluster.outer_mbit, True))
     for kind, mbit, is_outer in rates:
         count = cluster.num_nodes if is_outer else cluster.ranks_per_node
         if count == 1:
             continue
-        messages = [m for m in found["messages"] if (m["destination"] >= cluster.ranks_per_node) == is_outer]
-        curves = _curves(_level(kind, mbit, 2, is_outer), "send_recv", "direct", messages)
-        if is_outer and found["among"]:
-            curves += _curves(_level(kind, mbit, count, is_outer), "all_to_all", "pairwise", found["among"])
-        # One rank of a node has its whole link here; the model's figures are of each of all ranks.
+        own = [m for m in messages if (m["destination"] >= cluster.ranks_per_node) == is_outer]
+        alone = Topology(
+            name="pair", aliases=(), device=None, compute_capability=None, levels=(_level(kind, mbit, 2, is_outer),),
+            counts=(2,),
+        )  # fmt: skip
+        rows = [Timed(op="send_recv", algorithm="direct", num_bytes=m["num_bytes"], time_s=m["time_s"]) for m in own]
+        found = fit_curves(alone, rows).topology.levels[0]
+        # A message alone has the whole link of its node; the model's figures are of one rank.
         share = cluster.ranks_per_node if is_outer else 1
-        shared = tuple(replace(curve, ceiling_gb_per_s=curve.ceiling_gb_per_s / share) for curve in curves)
-        levels.append(replace(_level(kind, mbit, count, is_outer), curves=shared))
+        curve = replace(found.curves[0], ceiling_gb_per_s=found.curves[0].ceiling_gb_per_s / share)
+        levels.append(replace(found, members=count, curves=(curve,)))
     counts = tuple(level.members for level in levels)
     return Topology(
         name="bench", aliases=(), device=None, compute_capability=None, levels=tuple(levels), counts=counts
     )  # fmt: skip
-
-
-def _curves(level: Level, op: str, algorithm: str, rows: Sequence[dict[str, Any]]) -> tuple[Curve, ...]:
-    alone = Topology(
-        name="level", aliases=(), device=None, compute_capability=None, levels=(level,), counts=(level.members,)
-    )  # fmt: skip
-    timed = [Timed(op=op, algorithm=algorithm, num_bytes=row["num_bytes"], time_s=row["time_s"]) for row in rows]
-    return fit_curves(alone, timed).topology.levels[0].curves
 
 
 def compare(cluster: Cluster, found: dict[str, Any], model: Topology) -> list[Compared]:
@@ -361,7 +350,7 @@ def main() -> None:
         jobs = jobs_of(cluster, sizes)
         print(f"{title}: {len(jobs['schedules'])} schedules, about {planned_s(jobs) / 60:.1f} min", flush=True)
         found = measure(cluster, jobs, options.pin)
-        model = fitted(cluster, found)
+        model = fitted(cluster, found["messages"])
         told.append(report(title, compare(cluster, found, model), model))
     missed = [verdict["what"] for cluster in told for verdict in cluster["verdicts"] if not verdict["is_met"]]
     count = sum(len(cluster["verdicts"]) for cluster in told)

@@ -67,20 +67,6 @@ def _spans(work: Callable[[], object], repeats: int, of: dist.ReduceOp, counts: 
     return found
 
 
-def among(ranks: list[int], num_bytes: int, repeats: int) -> float:
-    """Seconds of the library's all-to-all among some ranks, timed as `exchange` is."""
-    takes_part = dist.get_rank() in ranks
-    group = dist.new_group(ranks)
-    content, room = torch.zeros(2, num_bytes // len(ranks) * len(ranks), dtype=torch.uint8)
-
-    def work() -> None:
-        for _ in range(IN_A_ROW if takes_part else 0):
-            dist.all_to_all_single(room, content, group=group)
-
-    work()
-    return statistics.median(_spans(work, repeats, dist.ReduceOp.MIN, counts=takes_part)) / IN_A_ROW
-
-
 def check(op: str, found: torch.Tensor) -> None:
     """Raise if a rank did not get what it should: rank r began with r + 1 everywhere."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -101,12 +87,10 @@ def main() -> None:
     jobs = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     size, rank = dist.get_world_size(), dist.get_rank()
-    found: dict[str, list[dict[str, object]]] = {"messages": [], "among": [], "schedules": []}
+    found: dict[str, list[dict[str, object]]] = {"messages": [], "schedules": []}
     for job in jobs["messages"]:
         seconds = exchange(job["source"], job["destination"], job["num_bytes"], jobs["repeats"])
         found["messages"].append({**job, "time_s": seconds})
-    for job in jobs["among"]:
-        found["among"].append({**job, "time_s": among(job["ranks"], job["num_bytes"], jobs["repeats"])})
     for number, job in enumerate(jobs["schedules"]):
         made = schedule(
             job["op"], job["algorithm"], size, ranks_per_node=jobs["ranks_per_node"], num_segments=jobs["num_segments"]

@@ -73,9 +73,49 @@ def test_a_group_is_one_of_each_node(capsys: pytest.CaptureFixture[str]) -> None
     assert {row["bound"] for row in found["sizes"][0]["algorithms"]} == {"NDR InfiniBand"}
 
 
+def said_of(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str) -> str:
+    file = tmp_path / "flat.toml"
+    file.write_text(FLAT, encoding="utf-8")
+    assert main(["comm", "time", "allreduce", "--cluster-file", str(file), *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_what_nobody_measured_is_not_said_to_be_faster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = said_of(capsys, tmp_path, "--size", "64KiB")
+    assert "the only algorithm of all_reduce that is measured here" in said
+    assert "≈" in said and "faster" not in said
+    # Both were measured there.
+    assert main(["comm", "time", "allreduce", "--cluster", "h100x8", "--size", "64KiB"]) == 0
+    assert "faster  one_shot by" in capsys.readouterr().out
+
+
+def test_every_time_that_is_not_measured_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    several = said_of(capsys, tmp_path, "--size", "64KiB,1MiB")
+    rows = [line for line in several.splitlines() if "KiB" in line or "MiB" in line]
+    found = told(capsys, "allreduce", "--cluster-file", str(tmp_path / "flat.toml"), "--size", "64KiB")
+    guessed = [row for row in found["sizes"][0]["algorithms"] if not row["is_measured"]]
+    assert guessed and [line.count("≈ ") for line in rows] == [len(guessed)] * 2
+
+
+@pytest.mark.parametrize("sizes", ["64KiB", "64KiB,1MiB"])
+def test_one_rank_takes_no_time(sizes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["comm", "time", "allreduce", "--cluster", "h100x8x16", "--ranks", "1", "--size", sizes]) == 0
+    said = capsys.readouterr().out
+    assert "1 rank of h100x8x16" in said and "none" in said
+    assert told(capsys, "allreduce", "--cluster", "h100x8", "--ranks", "1")["sizes"][0]["chosen"] == "none"
+
+
+def test_more_members_than_a_file_describes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "the file describes" not in said_of(capsys, tmp_path)
+    assert main(["comm", "time", "allreduce", "--cluster-file", f"{tmp_path / 'flat.toml'}x16"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "16 by switch, where the file describes 8: its rates and latencies are taken for more" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["allreduce", "--cluster", "h100x8", "--size", "0.5B"], "'0.5B' cannot be read"),
         (["allreduce"], "name the cluster once"),
         (["allreduc", "--cluster", "h100x8"], "did you mean 'allreduce'"),
         (["allreduce", "--cluster", "h100x8", "--size", "big"], "'big' cannot be read"),

@@ -101,3 +101,9 @@ def test_a_plan_is_a_policy(
     assert f"by the plan '{plan}'" in found["policy_reason"]
     assert main(["memory", model, "--policy", plan]) == 0
     assert "by the plan" in capsys.readouterr().out
+
+
+def test_a_plan_that_is_not_there_is_no_policy_s_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", "gpt2", "--policy", "./nothere-plan"]) == 2
+    told = capsys.readouterr().err
+    assert "there is no such folder" in told and "`bitwright train plan` wrote" in told

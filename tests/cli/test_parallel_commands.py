@@ -59,6 +59,7 @@ def test_out_of_memory_is_exit_code_3_with_the_nearest_miss(capsys: pytest.Captu
     assert main(["parallel", "plan", "llama-3.1-405b", "--cluster", "h100x8"]) == 3
     said = capsys.readouterr().out
     assert "out of memory: no layout fits" in said and "nearest" in said and "states" in said
+    assert "18 bytes a parameter: 16, and 2 of working copies that are kept through the step" in " ".join(said.split())
     assert main(["parallel", "plan", "llama-3.1-405b", "--cluster", "h100x8", "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["nearest_miss"]["over_bytes"] > 0
 
@@ -84,7 +85,12 @@ def test_a_timeline_is_written_as_a_trace_and_drawn(tmp_path: Path, capsys: pyte
         (["plan", "llama-3-8b", "--cluster", "h101x8"], "unknown cluster 'h101'"),
         (["plan", "llama-3-8b", "--cluster", "h100x9"], "joins 1 to 8"),
         (["plan", "llama-3-8b", "--cluster", "h100x8", "--fix", "xp=2"], "--fix is 'xp=2'"),
-        (["plan", "llama-3-8b", "--cluster", "h100x8", "--fix", "tp=3"], "no layout divides"),
+        (["plan", "llama-3-8b", "--cluster", "h100x8", "--fix", "tp=3"], "with tp=3; tp may be 1, 2, 4, 8"),
+        (["plan", "llama-3-8b", "--cluster", "h100x8", "--fix", "tp=2", "--fix", "tp=4"], "tp=2 and tp=4"),
+        (["timeline", "llama-3-8b", "--cluster", "h100x8", "--fix", "pp=0", "--out", "0.svg"], "pp is 0"),
+        (["plan", "gpt2", "--cluster", "h100x8", "--seq", "8192"], "8192 tokens are more than the 1,024 learned"),
+        (["timeline", "gpt2", "--cluster", "h100x8", "--seq", "8192", "--out", "0.svg"], "1,024 learned positions"),
+        (["serve", "gpt2", "--cluster", "h100x8", "--context", "8192"], "1,024 learned positions"),
         (["plan", "llama-3-8b", "--cluster", "h100x8", "--fix", "schedule=zb"], "schedule: gpipe, 1f1b, zero-bubble"),
         (
             [
@@ -108,6 +114,57 @@ def test_a_timeline_is_written_as_a_trace_and_drawn(tmp_path: Path, capsys: pyte
 def test_bad_input_is_one_sentence(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parallel", *arguments]) == 2
     assert text in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "ep", "micro_batch", "interleave"])
+def test_an_axis_of_no_gpus_is_refused(axis: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parallel", "plan", "llama-3-8b", "--cluster", "h100x8", "--fix", f"{axis}=0"]) == 2
+    assert f"{axis} is 0; its least size is 1" in capsys.readouterr().err
+
+
+def test_auto_is_the_policy_of_the_cluster_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["parallel", "plan", "llama-3-8b", "--cluster", "h100x8", "--policy", "auto", "--fix", "tp=2"]
+    assert main([*arguments, "--policy", "fp8-hybrid"]) == 0
+    said = capsys.readouterr().out
+    # Named twice, it is planned once.
+    assert "chosen" in said and "fp8-hybrid" in said and said.count("dp4 tp2 pp1 zero2 ") <= 1
+    assert main([*arguments, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert {layout["policy"] for layout in plan["layouts"]} == {"fp8-hybrid"} and "h100-sxm" in plan["policy_reason"]
+    assert main([*arguments, "--hardware", "a100", "--json"]) == 0
+    assert {layout["policy"] for layout in json.loads(capsys.readouterr().out)["layouts"]} == {"bf16-mixed"}
+    drawing = ["--cluster", "a100x8", "--policy", "auto", "--out", str(tmp_path / "auto.svg")]
+    assert main(["parallel", "timeline", "llama-3-8b", *drawing]) == 0
+    assert "bf16-mixed" in capsys.readouterr().out
+
+
+def test_a_sequence_beyond_what_a_model_was_trained_on_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = "more than the 8,192 positions of llama-3-8b"
+    own = ["llama-3-8b", "--cluster", "h100x8"]
+    for arguments in (
+        ["plan", *own, "--seq", "16384"],
+        ["serve", *own, "--context", "16384"],
+        ["timeline", *own, "--seq", "16384", "--out", str(tmp_path / "long.svg")],
+    ):
+        assert main(["parallel", *arguments]) == 0
+        assert told in " ".join(capsys.readouterr().out.split())
+    assert main(["parallel", "plan", *own, "--seq", "8192"]) == 0
+    assert "positions" not in capsys.readouterr().out
+
+
+def test_what_a_batch_rules_out_and_what_is_not_listed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["parallel", "plan", "llama-3-8b", "--cluster", "h100x8", "--top", "99"]
+    assert main([*own, "--global-batch", "7"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "7 sequences rule out dp 2, 4, 8; a multiple of 8 allows them" in said
+    assert main([*own, "--global-batch", "7", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["num_fit"] - plan["num_alike"] == len(plan["layouts"])
+    assert f"{plan['num_fit']} fit, {plan['num_alike']} of them slower variants" in said
+    assert main(own) == 0
+    assert "rule out" not in capsys.readouterr().out
 
 
 def served(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -102,7 +103,8 @@ def test_nan_counts_as_wrong() -> None:
     assert finish(second)[0] == 0
 
 
-LONG = ["--sizes", "64B..64MiB", "--factor", "2", "--algorithm", "ring", "--timeout", "6"]
+LONG_TIMEOUT_S = 6
+LONG = ["--sizes", "64B..64MiB", "--factor", "2", "--algorithm", "ring", "--timeout", str(LONG_TIMEOUT_S)]
 
 
 def wait_for_a_row(process: subprocess.Popen[str]) -> None:
@@ -125,9 +127,58 @@ def test_a_peer_that_hangs_or_dies_is_named_and_nobody_is_left(victim: int, fate
             code, _, err = finish(process)
             assert code == 2
             assert words in err
+            if victim:
+                silent = re.search(r"no sign of life for (\d+) s", err)
+                # Since it was stopped: until the timeout of a message, and the look at its beats after that.
+                assert silent is not None
+                assert 1 <= int(silent[1]) <= time.monotonic() - begun + 1
+                assert fate == signal.SIGKILL or int(silent[1]) >= LONG_TIMEOUT_S
     assert time.monotonic() - begun < 60
     processes[victim].send_signal(signal.SIGKILL)
     assert finish(processes[victim])[0] == -signal.SIGKILL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fate", [signal.SIGINT, signal.SIGKILL])
+def test_an_end_leaves_no_traces_of_the_backend(fate: signal.Signals) -> None:
+    processes = start(LONG, LONG)
+    wait_for_a_row(processes[0])
+    processes[0].send_signal(fate)
+    ended, _, said = finish(processes[0])
+    code, _, err = finish(processes[1])
+    assert ended == (130 if fate == signal.SIGINT else -fate)
+    assert said == ("interrupted\n" if fate == signal.SIGINT else "")
+    assert code == 2 and "rank 0, which keeps the store" in err
+    assert "frame #" not in err and len(err.splitlines()) <= 3
+
+
+@pytest.mark.parametrize(
+    ("fate", "written", "words"),
+    [
+        ("stopped", ["1.00", "9.25"], "rank 0 gave no sign of life for 8 s"),
+        ("never came", [None, "9.25"], "rank 0 gave no sign of life for 9 s"),
+    ],
+)
+def test_silence_is_as_long_as_it_was(
+    fate: str, written: list[str | None], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bitwright.comms import peers
+
+    class Store:
+        """Rank 1's view: its own beats go on, rank 0's do not."""
+
+        def check(self, keys: list[str]) -> bool:
+            return keys[0].startswith("beat/") and written[int(keys[0][5:])] is not None
+
+        def get(self, key: str) -> bytes:
+            return str(written[int(key[5:])]).encode()
+
+    monkeypatch.setattr(peers, "_GONE_AFTER_S", 0.01)
+    here = peers.Peers.__new__(peers.Peers)
+    here.rank, here.size, here._step = 1, 2, 1
+    here._store = Store()  # type: ignore[assignment]
+    here._beats_since = time.monotonic() - 9.25
+    assert words in here._read_culprit(6.0), fate
 
 
 @pytest.mark.slow
@@ -228,6 +279,11 @@ def test_nodes_that_nobody_asks_for_are_refused() -> None:
         settings("all_reduce", "fp32", "ring", ranks_per_node=2)
 
 
+def test_a_factor_of_sizes_that_are_no_range_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["comm", "bench", "--sizes", "1KiB,2KiB", "--factor", "2"]) == 2
+    assert "--factor 2 changes nothing" in " ".join(capsys.readouterr().err.split())
+
+
 def test_what_does_not_go_together_is_told_with_its_reason() -> None:
     found = settings("all_reduce,all_to_all", "fp8_e4m3,fp32", "library,ring,pairwise")
     assert found.groups() == (
@@ -287,6 +343,25 @@ def test_sizes_that_are_too_small_are_told_and_nothing_measured_is_an_error(tmp_
     assert "nothing was measured: all_gather in fp32 by library, 4 bytes" in err
 
 
+def test_sizes_that_memory_does_not_hold_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    own = ["--op", "all_reduce", "--sizes", "64B,512GiB", "--out", str(file)]
+    first, second = start(own, own)
+    code, _, err = finish(first)
+    assert (code, finish(second)[0]) == (0, 0), err
+    told = json.loads(file.read_text(encoding="utf-8"))
+    assert [row["num_bytes"] for row in told["rows"]] == [64]
+    assert told["left_out"][0]["what"] == f"all_reduce in fp32 by library, {512 << 30} bytes"
+    assert re.search(
+        r"the 2 ranks of a machine take about [\d.]+ TiB .* and .* available", told["left_out"][0]["reason"]
+    )
+    large = ["--sizes", "512GiB"]
+    first, second = start(large, large)
+    code, _, err = finish(first)
+    assert (code, finish(second)[0]) == (2, 2)
+    assert "nothing was measured: all_reduce in fp32 by library" in err and "give other sizes" in err
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [("{", "is no JSON"), ('{"num_ranks": 2, "backend": "gloo", "rows": []}', "rows"), ("{}", "num_ranks")],
@@ -313,7 +388,7 @@ def test_wrong_numbers_are_not_fitted(tmp_path: Path, capsys: pytest.CaptureFixt
     path = tmp_path / "bench.json"
     path.write_text(json.dumps({"num_ranks": 2, "backend": "gloo", "rows": [row]}), encoding="utf-8")
     assert main(["comm", "fit", str(path)]) == 2
-    assert "has 1 wrong numbers" in capsys.readouterr().err
+    assert "has 1 wrong number in" in capsys.readouterr().err
 
 
 def bench_file(folder: Path, name: str, **rows: float) -> Path:

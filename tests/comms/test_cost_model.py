@@ -8,6 +8,7 @@ import pytest
 
 from bitwright.comms import algorithms, collective_time, topology
 from bitwright.comms.fit import Timed, calibrate, fit_curves
+from bitwright.comms.topology import Curve, Level, Topology
 from bitwright.comms.wire_bytes import BUS_FACTORS
 from bitwright.errors import CommsError, UnknownName
 
@@ -112,6 +113,55 @@ def test_calibration_finds_factors_that_made_the_times() -> None:
     ]
     found = calibrate(topology("a100x8"), rows)
     assert found.mean_absolute_error < 0.05
+
+
+def fitted(*measured: tuple[str, str, float], ranks: int = 4) -> Topology:
+    """What `comm fit` makes of (collective, algorithm, latency): one slow network that no catalogue describes."""
+    curves = tuple(
+        Curve(algorithm=name, ceiling_gb_per_s=1.0, half_size_bytes=0.0, latency_s=latency_s, ops=(op,))
+        for op, name, latency_s in measured
+    )
+    level = Level(
+        kind="gloo", medium="network", members=ranks, one_way_gb_per_s=1.0, hop_latency_s=None, full_mesh=False,
+        switch_reduces=False, is_shared=False, curves=curves, source="a test", certainty="measured",
+    )  # fmt: skip
+    return Topology(
+        name="here", aliases=(), device=None, compute_capability=None, levels=(level,), counts=(ranks,)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("op", [op for op in BUS_FACTORS if op != "send_recv"])
+def test_what_nobody_measured_begins_no_sooner_than_what_was_measured_there(op: str) -> None:
+    here = fitted(("all_reduce", "ring", 758e-6), ("all_gather", "ring", 500e-6))
+    for name in algorithms(op, here):
+        assert collective_time(op, 8, here, name).latency_s >= 500e-6
+    assert collective_time("all_reduce", 8, here, "ring").latency_s == pytest.approx(758e-6)
+
+
+def test_messages_that_were_measured_are_counted_where_an_algorithm_was_not() -> None:
+    here = fitted(("all_reduce", "ring", 6e-3), ("send_recv", "direct", 1e-3))
+    found = {
+        name: collective_time("all_reduce", 8, here, name).latency_s
+        for name in ("one_shot", "two_shot", "recursive_doubling", "halving_doubling")
+    }
+    # One, two, log2 4 and 2 log2 4 messages one after the other.
+    assert found == {
+        "one_shot": pytest.approx(1e-3),
+        "two_shot": pytest.approx(2e-3),
+        "recursive_doubling": pytest.approx(2e-3),
+        "halving_doubling": pytest.approx(4e-3),
+    }
+    assert collective_time("all_gather", 8, here, "ring").latency_s == pytest.approx(3e-3)
+
+
+def test_the_reason_says_why_there_is_no_choice() -> None:
+    here = fitted(("all_reduce", "ring", 758e-6))
+    assert collective_time("all_reduce", MIB, here).reason == "the only algorithm of all_reduce that is measured here"
+    two = fitted(("all_reduce", "ring", 758e-6), ("all_reduce", "one_shot", 400e-6))
+    reason = collective_time("all_reduce", MIB, two).reason
+    assert "that is measured here and that a library chooses by itself" in reason
+    assert "a library chooses by itself" in collective_time("all_gather", MIB, here).reason
+    assert collective_time("send_recv", MIB, here).reason == "the only algorithm of send_recv"
 
 
 def test_curves_of_an_unknown_machine_are_found_from_times_alone() -> None:

@@ -140,7 +140,7 @@ def test_the_page_tells_what_was_met(
     messages = [
         {"source": 0, "destination": d, "num_bytes": n, "time_s": 1e-3 + n / 1e7} for d in (1, 2) for n in run.MESSAGES
     ]
-    told = run.report("two nodes", found, run.fitted(cluster, {"messages": messages, "among": []}))
+    told = run.report("two nodes", found, run.fitted(cluster, messages))
     machine = {"cpu": "a processor", "cores": 2, "python": "3.11", "torch": "2.13"}
     content = {"date": "today", "machine": machine, "clusters": [told]}
     (tmp_path / "network.json").write_text(json.dumps(content))

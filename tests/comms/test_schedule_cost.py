@@ -135,31 +135,3 @@ def test_who_has_waited_has_told_that_there_is_room(tmp_path: Path) -> None:
     assert found.time_s == pytest.approx((0.5 + 1 + 0.5) + (1 + 0.5))
     # The root does not wait until its message has arrived.
     assert found.ends_s[0] == pytest.approx(0.5 + 1)
-
-
-def test_exchanges_among_several_have_the_curve_of_all_to_alls(tmp_path: Path) -> None:
-    alone = cluster(tmp_path, (4, RATE, 1e-9))
-    path = tmp_path / "test.toml"
-    half_size = 4e6
-    path.write_text(
-        path.read_text(encoding="utf-8")
-        + f"""
-[[levels.curves]]
-algorithm = "pairwise"
-ops = ["all_to_all"]
-ceiling_gb_per_s = {RATE / 2e9}
-half_size_bytes = {half_size}
-""",
-        encoding="utf-8",
-    )
-    among = topology(str(path))
-    size = 1 << 24
-    for op, algorithm in (("all_gather", "one_shot"), ("reduce_scatter", "two_shot")):
-        made = schedule(op, algorithm, 4)
-        assert schedule_time(made, size, alone).time_s == pytest.approx(0.75 * size / RATE, rel=1e-3)
-        # H is of the collective's bytes, of which three quarters pass each link.
-        wanted = 2 * 0.75 * size / RATE * (1 + math.sqrt(half_size / size))
-        assert schedule_time(made, size, among).time_s == pytest.approx(wanted, rel=1e-3)
-    for op, algorithm in (("all_gather", "ring"), ("broadcast", "one_shot")):
-        made = schedule(op, algorithm, 4)
-        assert schedule_time(made, size, among).time_s == schedule_time(made, size, alone).time_s

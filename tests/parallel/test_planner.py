@@ -10,7 +10,7 @@ import pytest
 from bitwright import comms
 from bitwright.errors import CommsError, ParallelError
 from bitwright.hardware import KNOWN_MODELS
-from bitwright.parallel.advice import bottleneck_of, changes, reason_of
+from bitwright.parallel.advice import bottleneck_of, changes, ranked_parts, reason_of
 from bitwright.parallel.layout import Layout, why_not
 from bitwright.parallel.memory import layout_memory
 from bitwright.parallel.numerics import faster_numerics
@@ -101,10 +101,63 @@ def test_experts_are_dealt_out() -> None:
 
 
 def test_ranks_that_do_not_divide_say_so() -> None:
-    with pytest.raises(ParallelError, match=r"no layout divides llama-3-8b, 7 sequences and 8 GPUs; most often"):
+    # Seven sequences go to one copy of the model, which eight GPUs may hold in two ways.
+    words = r"8 GPUs with tp=1, pp=1; most often: .*; tp may be 8; or pp may be 8 \(the others as given\)"
+    with pytest.raises(ParallelError, match=words):
         plan_layouts(request(batch=7, fixed=(("tp", 1), ("pp", 1))))
+    # Thirteen GPUs divide neither 12 heads nor 12 layers, so no other size of what is given helps.
+    with pytest.raises(ParallelError, match=r"13 GPUs with zero=2; most often: .*; change the batch or the cluster"):
+        plan_layouts(request("gpt2", "h100x1x13", batch=6, sequence=1024, fixed=(("zero", 2),)))
     with pytest.raises(ParallelError, match="global_batch is 0"):
         request(batch=0)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "words"),
+    [
+        ((("tp", 16),), "with tp=16; tp may be 1, 2, 4, 8$"),
+        ((("zero_group", 3),), "zero_group may be 1, 2, 4, 8$"),
+        ((("micro_batch", 3),), "micro_batch may be 1, 2, 4, 8, 16, 32$"),
+        ((("ep", 2),), "ep may be 1$"),
+        ((("tp", 2), ("pp", 3)), r"with tp=2, pp=3; pp may be 1, 2, 4 \(the others as given\)$"),
+        ((("tp", 3), ("micro_batch", 3)), "alone, tp may be 1, 2, 4, 8; alone, micro_batch may be 1, 2, 4, 8, 16, 32$"),
+    ],
+)
+def test_axes_that_leave_no_layout_are_named_with_what_they_may_be(
+    fixed: tuple[tuple[str, int], ...], words: str
+) -> None:
+    with pytest.raises(ParallelError, match=words):
+        plan_layouts(request(batch=32, fixed=fixed))
+
+
+@pytest.mark.parametrize(
+    ("fixed", "words"),
+    [
+        ((("tp", 0),), "tp is 0; its least size is 1"),
+        ((("zero", -1),), "zero is -1; its least size is 0"),
+        ((("dp", 2),), "there is no axis 'dp' to give"),
+        ((("tp", 2), ("tp", 4)), "tp=2 and tp=4 cannot both be"),
+        ((("schedule", "zb"),), "schedule is 'zb'"),
+    ],
+)
+def test_axes_that_say_nothing_are_refused(fixed: tuple[tuple[str, int | str], ...], words: str) -> None:
+    with pytest.raises(ParallelError, match=words):
+        request(fixed=fixed)
+
+
+def test_everything_that_takes_time_is_ranked() -> None:
+    best = plan_layouts(request("llama-3-70b", "h100x8x16", 1024, sequence=8192)).candidates[0]
+    found = ranked_parts(best.time)
+    shares = {part.what: part.share for part in found}
+    assert sum(shares.values()) == pytest.approx(1)
+    assert [part.seconds for part in found] == sorted((part.seconds for part in found), reverse=True)
+    assert found[0].what == "products" and found[1].what == "recomputation"
+    # Whole layers are computed again: the step without it is shorter by as much, up to what hides behind it.
+    without = step_time(replace(best.job, layout=replace(best.layout, recompute="none")))
+    saved = (best.time.seconds - without.seconds) / best.time.seconds
+    assert shares["recomputation"] == pytest.approx(saved, abs=0.03)
+    assert shares["exposed communication"] == pytest.approx(best.exposed_share)
+    assert bottleneck_of(best.time).startswith("products: ") and "--policy" in bottleneck_of(best.time)
 
 
 def test_a_cluster_without_a_device_or_with_a_missing_link(tmp_path: Path) -> None:

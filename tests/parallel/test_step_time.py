@@ -8,7 +8,7 @@ import pytest
 
 from bitwright.hardware.model_shape import shape_from_sizes
 from bitwright.parallel.job import Job, Software
-from bitwright.parallel.layer_time import layer_products
+from bitwright.parallel.layer_time import forward_time, layer_products
 from bitwright.parallel.layout import Layout
 from bitwright.parallel.step_time import active_linear_weights, bubble_share, stage_layers, step_time
 
@@ -76,6 +76,18 @@ def test_parts_add_up_and_nothing_is_negative(make_job: MakeJob, layout: dict[st
     assert 0 < found.mfu < 1
     assert found.tokens_per_s_per_gpu * 8 * found.seconds == pytest.approx(64 * 4096)
     assert (found.parts["quantize"] > 0) == (policy == "fp8-hybrid")
+
+
+def test_a_ring_of_more_gpus_sends_more_beside_attention(make_job: MakeJob) -> None:
+    """Both have as many tokens and scores a GPU; a ring of 8 passes 7 blocks on, one of 4 passes 3 as large."""
+    four = make_job(sequence=16384, dp=2, cp=4, zero=1, micro_batch=1)
+    eight = make_job(sequence=16384, dp=1, cp=8, zero=1, micro_batch=2)
+    assert step_time(four).parts["attention"] == pytest.approx(step_time(eight).parts["attention"])
+    exposed = [step_time(job).parts["cp"] for job in (four, eight)]
+    # Behind attention, which is long enough for both; the links' kernels slow it down all the same.
+    assert exposed[1] == pytest.approx(7 / 3 * exposed[0]) and exposed[0] > 0
+    alone = forward_time(replace(four, efficiency=replace(four.efficiency, contention=1.0)))
+    assert alone.cp == 0
 
 
 def test_no_step_is_faster_than_its_operations_at_the_peak(make_job: MakeJob) -> None:

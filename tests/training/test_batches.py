@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -90,6 +92,47 @@ def test_no_rows_and_empty_batches_are_refused() -> None:
         Batches(numbered_rows(0), batch=1)
     with pytest.raises(DataError, match="batch is 0"):
         Batches(numbered_rows(1), batch=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch": 2.5}, "batch is 2.5, but a batch has a whole number of rows, at least one; give 1 or more"),
+        ({"batch": "4"}, "batch is '4'"),
+        ({"batch": True}, "batch is True"),
+        ({"rank": 2, "world_size": 2}, "rank is 2, but the ranks of 2 processes are 0 to 1; give this process's"),
+        ({"rank": -1}, "rank is -1"),
+        ({"rank": 0.0}, "rank is 0.0"),
+        ({"world_size": 0}, "world_size is 0, but there is at least one process"),
+        ({"world_size": 1.5}, "world_size is 1.5"),
+        ({"seed": "a"}, "seed is 'a'; give a whole number"),
+        ({"seed": None}, "seed is None"),
+    ],
+)
+def test_numbers_that_no_batch_can_have_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        Batches(numbered_rows(3), **{"batch": 1, **options})
+
+
+def test_numbers_of_numpy_are_whole_numbers() -> None:
+    batches = Batches(numbered_rows(3), batch=np.int64(2), seed=np.int64(1), rank=np.int64(0))  # type: ignore[arg-type]
+    assert len(rows_of(batches, 1)[0]) == 2
+    assert {type(value) for value in batches.state_dict().values()} == {int, str}
+
+
+@pytest.mark.parametrize("batch", [[1, 2], torch.ones(2), "input_ids", None])
+def test_a_batch_that_is_no_mapping_is_refused(batch: Any) -> None:
+    with pytest.raises(
+        DataError, match=rf"batch 5 is of type {type(batch).__name__}, but .* a mapping of names to tensors"
+    ):
+        list(checked_batches([batch], first=5))
+
+
+def test_one_batch_is_not_batches() -> None:
+    with pytest.raises(DataError, match="batches is a single batch; give an iterable of them"):
+        list(checked_batches({"input_ids": torch.ones(2)}))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="batches is of type int, which cannot be iterated over"):
+        list(checked_batches(5))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

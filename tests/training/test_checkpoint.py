@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -90,6 +91,150 @@ def test_every_generator_comes_back(make_tiny_model: Callable[..., Any], tmp_pat
     expected = torch.rand(3).tolist(), np.random.normal(size=3).tolist(), random.random()
     assert load_checkpoint(tmp_path / "saved", run).extra == {"note": "kept"}
     assert (torch.rand(3).tolist(), np.random.normal(size=3).tolist(), random.random()) == expected
+
+
+def test_extra_comes_back_as_it_was(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run = new_run(make_tiny_model, "fp16-mixed")
+    extra = {
+        "loss": math.inf,
+        "losses": [math.nan, -math.inf, 0.1, -0.0],
+        "pair": (1, "ü"),
+        "best": {4: 2.5, 8: math.inf},
+        "$": {"$": "nan"},
+        "none": None,
+    }
+    saved = save_checkpoint(tmp_path / "saved", run, step=1, extra=extra)
+    found = load_checkpoint(saved, run).extra
+    assert repr(found) == repr(extra)  # NaN is not equal to itself
+    assert "NaN" not in (saved / CHECKPOINT_FILE).read_text()  # any reader of JSON can read it
+
+
+def test_extra_of_an_older_release_is_read(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run = new_run(make_tiny_model, "fp32")
+    saved = save_checkpoint(tmp_path / "saved", run, step=1)
+    facts = json.loads((saved / CHECKPOINT_FILE).read_text())
+    (saved / CHECKPOINT_FILE).unlink()
+    write_checkpoint_facts(
+        saved,
+        {name: value for name, value in facts.items() if name not in ("sha256", "settings")} | {"extra": {"a": [1]}},
+    )
+    resumed = load_checkpoint(saved, run)
+    assert (resumed.extra, resumed.notes) == ({"a": [1]}, ())
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"t": torch.ones(2)}, "'t' of extra is of type Tensor"),
+        ({"t": {1, 2}}, "'t' of extra is of type set"),
+        ({"a": [{"b": (0, b"x")}]}, "'a.0.b.1' of extra is of type bytes"),
+        ({"a": {torch.float32: 1}}, "a key of 'a' of extra is of type dtype"),
+        ({"loss": np.float32(1.0)}, "'loss' of extra is of type float32"),
+        ({"text": "\ud800"}, "'text' of extra cannot be written as JSON"),
+        ({"number": 10**5000}, "'number' of extra cannot be written as JSON"),
+        ({3: 1}, "extra has the key 3"),
+        ([1], "extra is of type list"),
+    ],
+)
+def test_extra_that_json_does_not_know_is_refused(
+    extra: Any, words: str, make_tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    run = new_run(make_tiny_model, "fp32")
+    with pytest.raises(TrainingError, match=words):
+        save_checkpoint(tmp_path / "saved", run, step=1, extra=extra)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_extra_that_holds_itself_is_refused(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(TrainingError, match="'a' of extra cannot be written as JSON"):
+        save_checkpoint(tmp_path / "saved", new_run(make_tiny_model, "fp32"), step=1, extra={"a": endless})
+
+
+@pytest.mark.parametrize("step", [-1, "a", 1.5, True, None, math.nan])
+def test_a_step_that_is_no_count_is_refused(step: Any, make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run = new_run(make_tiny_model, "fp32")
+    with pytest.raises(TrainingError, match=rf"step is {step!r}; give how many steps were taken"):
+        save_checkpoint(tmp_path / "saved", run, step=step)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_of_numpy_is_a_count(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run = new_run(make_tiny_model, "fp32")
+    assert load_checkpoint(save_checkpoint(tmp_path / "saved", run, step=np.int64(7)), run).step == 7  # type: ignore[arg-type]
+
+
+def test_inside_a_step_nothing_is_saved_or_loaded(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run, data = new_run(make_tiny_model, "fp16-mixed"), Batches(random_rows(), batch=2)
+    saved = save_checkpoint(tmp_path / "saved", run, step=0, data=data)
+    with run.step() as step:
+        with pytest.raises(TrainingError, match="cannot be saved inside a step; do it after the block"):
+            save_checkpoint(tmp_path / "other", run, step=0, data=data)
+        with pytest.raises(TrainingError, match="cannot be loaded inside a step; do it after the block"):
+            load_checkpoint(saved, run, data=data)
+        step.backward(run.model(**next(data)).loss)
+        with pytest.raises(TrainingError, match="cannot be loaded inside a step"):
+            load_checkpoint(saved, run, data=data)
+    assert (run.counters.steps, data.num_taken) == (1, 2)
+    assert not (tmp_path / "other").exists()
+    assert load_checkpoint(saved, run, data=data).step == 0
+
+
+def test_a_closed_run_is_neither_saved_nor_loaded(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run = new_run(make_tiny_model, "fp32")
+    saved = save_checkpoint(tmp_path / "saved", run, step=0)
+    run.close()
+    with pytest.raises(TrainingError, match="closed, and a checkpoint cannot be saved from it; save before"):
+        save_checkpoint(tmp_path / "other", run, step=0)
+    assert not (tmp_path / "other").exists()
+    before = bits(run.model.state_dict())
+    with pytest.raises(TrainingError, match="closed, and a checkpoint cannot be loaded into it; prepare the model ag"):
+        load_checkpoint(saved, run)
+    assert bits(run.model.state_dict()) == before
+
+
+def test_another_size_of_a_step_is_noted(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run, data = new_run(make_tiny_model, "fp32"), Batches(random_rows(), batch=4)
+    saved = save_checkpoint(tmp_path / "saved", run, step=0, data=data)
+    assert load_checkpoint(saved, run, data=data).notes == ()
+    (note,) = load_checkpoint(saved, run, data=Batches(random_rows(), batch=8)).notes
+    assert "saved with batch 4, gone on with 8" in note
+    (note,) = load_checkpoint(saved, new_run(make_tiny_model, "fp32", accumulate=2), data=data).notes
+    assert "saved with accumulate 1, gone on with 2" in note
+    run.close()
+    other = prepare(run.model, run.optimizer, policy="fp32", scheduler=run.scheduler)
+    (note,) = load_checkpoint(saved, other, data=data).notes
+    assert "saved with max_grad_norm 1.0, gone on with None" in note
+    older = dict(data.state_dict())
+    del older["batch"]
+    assert Batches(random_rows(), batch=8).load_state_dict(older).num_taken == 0
+
+
+def test_what_is_saved_and_not_taken_up_is_noted(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    run, data = new_run(make_tiny_model, "fp32"), Batches(random_rows(), batch=4)
+    saved = save_checkpoint(tmp_path / "saved", run, step=0, data=data, exchange=Owing(0.25))
+    notes = load_checkpoint(saved, run).notes
+    assert len(notes) == 2
+    assert "position in its data was not set, since no data was passed" in notes[0]
+    assert "owed of gradients was not set, since no exchange was passed" in notes[1]
+
+
+@pytest.mark.parametrize(("was", "now"), [(False, True), (True, False)])
+def test_another_tying_of_weights_is_told_as_another_model(
+    was: bool, now: bool, make_tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    def tied_or_not(is_tied: bool) -> Any:
+        model = make_tiny_model("llama").requires_grad_(True).train()
+        if is_tied:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        return prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), policy="fp32")
+
+    saved = save_checkpoint(tmp_path / "saved", tied_or_not(was), step=0)
+    words = {False: "a tensor of its own", True: "tied to 'model.embed_tokens.weight'"}
+    with pytest.raises(TrainingError, match=f"another model: 'lm_head.weight' was {words[was]} and is {words[now]}"):
+        load_checkpoint(saved, tied_or_not(now))
+    assert load_checkpoint(saved, tied_or_not(was)).notes == ()
 
 
 def test_weights_are_a_plain_file(make_tiny_model: Callable[..., Any], tmp_path: Path) -> None:

@@ -140,6 +140,89 @@ def test_prepare_trains_them(make_tiny_model: Callable[..., Any], policy: str, f
     assert all(not torch.equal(p, old) for p, old in zip(trained, before, strict=True))
 
 
+@pytest.mark.parametrize("base", ["int4_g32", "fp8_w"])
+@pytest.mark.parametrize("policy", ["fp16-mixed", "fp8-hybrid", "fp8-block", "mxfp8", "nvfp4"])
+def test_every_policy_of_fewer_bits_trains_on_codes(
+    make_tiny_model: Callable[..., Any], policy: str, base: str
+) -> None:
+    from bitwright.training.prepare import prepare
+
+    model = add_lora(make_tiny_model("llama"), rank=4, base=base).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in trained]
+    run = prepare(model, torch.optim.AdamW(trained, lr=1e-2), policy=policy)
+    losses = []
+    for _ in range(6):
+        with run.step() as step:
+            step.backward(model(input_ids=TOKENS, labels=TOKENS).loss)
+        assert run.last is not None
+        losses.append(run.last.loss)
+    assert run.counters.skipped == 0 and losses[-1] < losses[0] < 10
+    assert all(not torch.equal(p, old) for p, old in zip(trained, before, strict=True))
+
+
+def test_layers_in_codes_are_passed_over_and_told(make_tiny_model: Callable[..., Any]) -> None:
+    """They have a product of their own; what is beside them multiplies as on a base in bf16."""
+    from bitwright.training.policy import POLICIES
+    from bitwright.training.prepare import prepare
+    from bitwright.training.products.sites import product_sites
+
+    model = add_lora(make_tiny_model("llama"), rank=4, base="int4_g32").train()
+    plain = product_sites(add_lora(make_tiny_model("llama"), rank=4), POLICIES["fp8-hybrid"])
+    sites = product_sites(model, POLICIES["fp8-hybrid"])
+    packed = {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    assert len(packed) == 14 and packed == set(plain.low) - set(sites.low)
+    assert {name: sites.high[name] for name in plain.high} == plain.high
+    assert all("packed codes" in sites.high[name] for name in packed)
+    run = prepare(model, torch.optim.AdamW(p for p in model.parameters() if p.requires_grad), policy="fp8-hybrid")
+    assert run.products is not None
+    assert any(line.startswith("14 linear layers in bf16: packed codes") for line in run.products.say("bf16"))
+    run.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", ["int4_g32", "fp8_w", "nf4_g64"])
+def test_autocast_has_products_with_codes_in_its_dtype(
+    make_tiny_model: Callable[..., Any], scheme: str, dtype: torch.dtype
+) -> None:
+    """As it has those of torch's linear layers; in fp16 nothing is rounded to bf16 on the way."""
+    model = add_lora(make_tiny_model("llama"), rank=4, base=scheme)
+    layer = model.get_submodule("base_model.model.model.layers.0.mlp.down_proj.base_layer")
+    weight = layer.packed.values()  # type: ignore[union-attr,operator]
+    x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    with torch.autocast("cpu", dtype):
+        y = layer(x)
+    exact = x.detach().float() @ weight.t()
+    step = torch.finfo(dtype).eps
+    assert y.dtype == dtype and torch.allclose(y.float(), exact, rtol=step, atol=step * float(exact.abs().max()))
+    y.sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.bfloat16
+    assert layer(x).dtype == torch.bfloat16 and layer(x.float()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_optimizer_may_hold_the_frozen_base_too(make_tiny_model: Callable[..., Any], dtype: torch.dtype) -> None:
+    from bitwright.training.prepare import prepare
+
+    base = "bf16" if dtype == torch.bfloat16 else "fp16"
+    runs = []
+    for holds_all in (False, True):
+        model = add_lora(make_tiny_model("llama"), rank=4, base=base).train()
+        held = [p for p in model.parameters() if holds_all or p.requires_grad]
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for name in trained_names(model):
+                model.get_parameter(name).normal_(std=0.05)
+        run = prepare(model, torch.optim.AdamW(held, lr=1e-2), policy="bf16-mixed", max_grad_norm=1.0)
+        for _ in range(3):
+            with run.step() as step:
+                step.backward(model(input_ids=TOKENS, labels=TOKENS).loss)
+        runs.append(run)
+    few, all_ = runs
+    assert few.last == all_.last and len(all_.optimizer.state) == len(few.optimizer.state)
+    assert all(torch.equal(a, b) for a, b in zip(few.model.parameters(), all_.model.parameters(), strict=True))
+
+
 def test_adapters_in_bf16(make_tiny_model: Callable[..., Any]) -> None:
     model = add_lora(make_tiny_model("llama"), rank=4, adapters="bf16")
     assert {model.get_parameter(name).dtype for name in trained_names(model)} == {torch.bfloat16}
@@ -178,6 +261,21 @@ def test_what_cannot_be_is_refused(make_tiny_model: Callable[..., Any]) -> None:
     model = make_tiny_model("llama")
     with pytest.raises(TrainingError, match="rank 0"):
         LoraSettings(rank=0)
+    for rank in ("4", 4.0, True, None):
+        with pytest.raises(TrainingError, match=rf"rank {rank!r}; .*whole number"):
+            LoraSettings(rank=rank)  # type: ignore[arg-type]
+    for alpha in (-1, 0, float("nan"), float("inf"), "8", True):
+        with pytest.raises(TrainingError, match=rf"alpha is {alpha!r}; .*positive number, or None"):
+            LoraSettings(alpha=alpha)  # type: ignore[arg-type]
+    for dropout in ("0.1", None, float("nan"), -0.1, True):
+        with pytest.raises(TrainingError, match=rf"dropout of {dropout!r} .*0 up to below 1"):
+            LoraSettings(dropout=dropout)  # type: ignore[arg-type]
+    for base in (None, ["bf16"]):
+        with pytest.raises(TrainingError, match=r"base is .*name of a scheme"):
+            LoraSettings(base=base)  # type: ignore[arg-type]
+    with pytest.raises(TrainingError, match=r"adapters in \['fp32'\]"):
+        LoraSettings(adapters=["fp32"])  # type: ignore[arg-type]
+    assert LoraSettings(rank=1, alpha=0.5).alpha == 0.5
     with pytest.raises(TrainingError, match="adapters in 'fp16'"):
         add_lora(model, adapters="fp16")
     with pytest.raises(TrainingError, match="dropout of 1"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 from bitwright.errors import TrainingError
+from bitwright.training.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from bitwright.training.forward.islands import NARROW_DTYPES
 from bitwright.training.parameter_watch import ParameterWatch
 from bitwright.training.prepare import prepare
 from bitwright.training.run import TrainingRun
@@ -190,12 +193,64 @@ def test_what_is_unfrozen_is_not_exchanged_between_processes() -> None:
         watch.raise_if_changed(3)
 
 
-def test_a_frozen_base_in_bf16_that_the_optimizer_holds() -> None:
-    """It could be unfrozen at any time, and has no masters."""
+POLICIES_AND_FROZEN = [
+    *((policy, dtype) for policy in ("bf16-mixed", "fp16-mixed", "fp8-hybrid") for dtype in NARROW_DTYPES),
+    *((policy, torch.float16) for policy in ("bf16-pure", "bf16-pure-sr", "bf16-pure-kahan")),
+]
+
+
+@pytest.mark.parametrize(("policy", "dtype"), POLICIES_AND_FROZEN)
+def test_a_frozen_base_in_16_bits_may_be_held(policy: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """It has no gradient, so that nothing of it is stored: the run is that of an optimizer without it."""
+
+    def begin(holds_all: bool) -> TrainingRun:
+        model = Tower()
+        model.last.requires_grad_(False).to(dtype)
+        return new_run(model, None if holds_all else model.first, policy=policy, count_swallowed=True)
+
+    run, other = begin(True), begin(False)
+    frozen = run.model.last.weight.detach().clone()
+    for _ in range(2):
+        take(run)
+        take(other)
+    save_checkpoint(tmp_path / "held", run, step=2)
+    again = begin(True)
+    load_checkpoint(tmp_path / "held", again)
+    for each in (run, other, again):
+        take(each)
+    assert run.last == other.last == again.last and run.swallowed == other.swallowed
+    assert torch.equal(run.model.last.weight, frozen) and run.model.last.weight not in run.optimizer.state
+    for here, there, resumed in zip(*(each.model.parameters() for each in (run, other, again)), strict=True):
+        assert torch.equal(here, there) and torch.equal(here, resumed)
+
+
+def test_what_is_frozen_does_not_ask_for_pieces() -> None:
+    """An optimizer that treats matrices as wholes steps fp32 parameters, whatever the frozen ones are in."""
     model = Tower()
     model.last.requires_grad_(False).bfloat16()
-    with pytest.raises(TrainingError, match=r"the optimizer holds torch\.bfloat16 ones"):
-        new_run(model, policy="bf16-mixed")
+    run = prepare(model, torch.optim.Adafactor(model.parameters(), lr=0.01), policy="bf16-mixed")
+    take(run)
+    assert run.counters.updates == 1
+
+
+@pytest.mark.parametrize("dtype", NARROW_DTYPES)
+def test_a_base_in_16_bits_is_not_trained_once_it_is_unfrozen(dtype: torch.dtype) -> None:
+    """It has no masters."""
+    model = Tower()
+    model.last.requires_grad_(False).to(dtype)
+    run = new_run(model, policy="bf16-mixed")
+    for _ in range(3):
+        take(run)
+    before = model.last.weight.detach().clone()
+    model.last.requires_grad_(True)
+    with pytest.raises(TrainingError, match=r"\(last\.weight first\): .* 16 bits.*fp32.*run\.close\(\)"):
+        take(run)
+    assert torch.equal(model.last.weight, before) and run.counters.updates == 3
+    run.close()
+    model.last.float()
+    again = prepare(model, run.optimizer, policy="bf16-mixed")
+    take(again)
+    assert model.last.weight.dtype == torch.float32 and not torch.equal(model.last.weight, before.float())
 
 
 def test_a_group_that_is_added_within_a_step_is_not_updated_unscaled() -> None:

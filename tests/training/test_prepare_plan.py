@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from bitwright.errors import TrainingError
 from bitwright.plan.schema import ModelInfo, TextInfo
 from bitwright.plan.training_folder import write_training_plan
 from bitwright.plan.training_plan import MemoryNeed, TrainingPlan, TrainingSite
-from bitwright.training.prepare import prepare
+from bitwright.training.prepare import find_policy, prepare
 
 
 def plan(choices: dict[str, str], policy: str = "fp8-hybrid") -> TrainingPlan:
@@ -84,3 +85,18 @@ def test_a_folder_that_is_no_plan(make_tiny_model: Callable[..., Any], tmp_path:
             prepare(model, optimizer, policy=tmp_path / name)
     with pytest.raises(TrainingError, match="give the folder that `bitwright train plan` wrote"):
         prepare(model, optimizer, policy=str(tmp_path / "plan"))
+
+
+@pytest.mark.parametrize("given", ["./nothere-plan", "../nothere-plan", "plans/nothere", ".hidden"])
+def test_a_path_that_does_not_exist_is_no_name(given: str) -> None:
+    """Neither as text nor as a Path."""
+    for policy in (given, Path(given)):
+        with pytest.raises(TrainingError, match=r"there is no such folder.*plan\.json.*`bitwright train plan` wrote"):
+            find_policy(policy, torch.device("cpu"))
+    with pytest.raises(TrainingError, match=re.escape(f"policy is the path '{given}'")):
+        find_policy(given, torch.device("cpu"))
+
+
+def test_a_folder_without_a_plan_is_no_name(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"has no plan\.json; give the folder that `bitwright train plan` wrote"):
+        find_policy(str(tmp_path), torch.device("cpu"))

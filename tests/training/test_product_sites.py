@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
+from bitwright.errors import ModelError
+from bitwright.models.sites import find_sites
 from bitwright.training.policy import POLICIES
 from bitwright.training.prepare import prepare
 from bitwright.training.products.sites import product_sites
@@ -67,6 +70,20 @@ def test_what_is_inside_a_router_is_the_routers() -> None:
     sites = product_sites(model, FP8)
     assert set(sites.low) == {"mlp.fc1"}
     assert sites.high["mlp.router.classifier"].startswith("router: ")
+
+
+def test_a_weight_that_is_computed_from_others_is_multiplied_as_it_comes() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    weight_norm(model[0])
+    assert set(product_sites(model, FP8).low) == {"0", "2"}
+    run = prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), policy="fp8-hybrid")
+    before = [p.detach().clone() for p in model.parameters()]
+    with run.step() as step:
+        step.backward(model(torch.ones(4, 8)).float().square().mean())
+    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    run.close()
+    with pytest.raises(ModelError, match=r"weight of '0'.*remove_parametrizations"):
+        find_sites(model)
 
 
 def test_a_plain_net_has_layers_too() -> None:

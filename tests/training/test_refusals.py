@@ -26,6 +26,16 @@ def made(**options: Any) -> tuple[nn.Linear, torch.optim.Optimizer]:
         ({"monitor": 5}, "monitor is 5"),
         ({"policy": None}, "policy is None"),
         ({"scheduler": "cosine"}, "scheduler is 'cosine'"),
+        ({"seed": 1.5}, "seed is 1.5; give a whole number"),
+        ({"seed": True}, "seed is True"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**64}, "seed is 18446744073709551616"),
+        ({"device": torch.device("cpu")}, r"device is device\(type='cpu'\); give a name of `bitwright hardware`"),
+        ({"device": 3}, "device is 3"),
+        ({"emulate": "yes"}, "emulate is 'yes'; give True, False or None"),
+        ({"emulate": 1}, "emulate is 1"),
+        ({"count_swallowed": "yes"}, "count_swallowed is 'yes'; give True or False"),
+        ({"count_lost": None}, "count_lost is None; give True or False"),
     ],
 )
 def test_values_that_are_none(asked: dict[str, Any], says: str) -> None:
@@ -100,3 +110,12 @@ def test_a_step_that_is_given_up_draws_nothing() -> None:
                 step.backward(model(x).float().square().mean())
         ends.append(model.weight.detach().clone())
     assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize(("option", "says"), [("differentiable", "no graph"), ("capturable", "on a GPU")])
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-pure-sr"])
+def test_options_of_an_optimizer_that_no_run_can_step(option: str, says: str, policy: str) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), **{option: True})
+    with pytest.raises(TrainingError, match=f"the optimizer has {option}=True.*{says}.*make it without"):
+        prepare(model, optimizer, policy=policy)

@@ -16,7 +16,7 @@ from bitwright.cli.train_run import _facts, say_summary
 from bitwright.errors import TrainingError
 from bitwright.training.checkpoints.random_state import seed_generators
 from bitwright.training.fine_tuning.config import parse_config
-from bitwright.training.fine_tuning.run_folder import open_run_folder
+from bitwright.training.fine_tuning.run_folder import RunFolder, open_run_folder
 from bitwright.training.fine_tuning.trainer import train
 from bitwright.training.fine_tuning.training_summary import TrainingSummary
 from bitwright.training.fine_tuning.validation import ValidationLoss
@@ -52,6 +52,33 @@ def test_a_checkpoint_that_is_half_there_is_not_passed_over(tmp_path: Path) -> N
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
     with pytest.raises(TrainingError, match=r"step-000002/checkpoint\.json' is missing, so the checkpoint is damaged"):
+        open_run_folder(str(tmp_path), ASKED, resume=True)
+
+
+def test_checkpoints_are_sorted_by_their_number(tmp_path: Path) -> None:
+    folder = RunFolder(path=tmp_path, resume_from=None)
+    steps = (999_998, 999_999, 1_000_000, 1_000_002)
+
+    def there() -> set[str]:
+        return {path.name for path in (tmp_path / "checkpoints").iterdir()}
+
+    for step in steps:
+        folder.checkpoint(step).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-best").mkdir()  # somebody else's
+    assert folder.drop_checkpoints_after(1_000_002) == ()
+    folder.drop_old_checkpoints(3)
+    assert there() == {"step-999999", "step-1000000", "step-1000002", "step-best"}
+    assert folder.drop_checkpoints_after(999_999) == ("step-1000000", "step-1000002")
+    folder.drop_old_checkpoints(1)
+    assert there() == {"step-999999", "step-best"}
+
+
+def test_of_two_that_are_half_there_the_newest_is_named(tmp_path: Path) -> None:
+    open_run_folder(str(tmp_path), ASKED, resume=False)
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    for step in (999_998, 1_000_000):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    with pytest.raises(TrainingError, match=r"step-1000000/checkpoint\.json' is missing"):
         open_run_folder(str(tmp_path), ASKED, resume=True)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 from bitwright.errors import TrainingError, UnknownName
 from bitwright.training.fine_tuning.schedules import make_schedule, schedule_factor
-from bitwright.training.optimizer.optimizers import make_optimizer, raise_if_unusable_optimizer
+from bitwright.training.optimizer.optimizers import known_optimizers, make_optimizer, raise_if_unusable_optimizer
 
 
 def factors(kind: str, steps: int, warmup_steps: int, final_share: float) -> list[float]:
@@ -73,3 +75,44 @@ def test_what_torch_does_not_have_is_refused() -> None:
         make_optimizer("adamw", nn.Linear(1, 1).parameters(), {"lr": 0.1, "betas": [2.0, 0.9]})
     with pytest.raises(TrainingError, match="no parameter of the model is trained"):
         make_optimizer("adamw", nn.Linear(1, 1).requires_grad_(False).parameters(), {"lr": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("adamw", {"differentiable": True}, "differentiable = True, and a run's step is in no graph"),
+        ("sgd", {"differentiable": True}, "leave differentiable out"),
+        ("adamw", {"capturable": True}, "leave capturable out"),
+        ("adam", {"betas": [0.9, True]}, r"betas = \[0\.9, True\], which is no tuple\[float"),
+        ("adam", {"betas": [0.9, 0.99, 0.999]}, "Tuple should have at most 2 items"),
+        ("rprop", {"etas": [0.5, 1.2, 2.0]}, "Tuple should have at most 2 items"),
+        ("adamw", {"lr": True}, "lr = True, which is no float"),
+        ("adamw", {"lr": "1e-3"}, "lr = '1e-3', which is no float"),
+        ("sgd", {"momentum": "0.9"}, "momentum = '0.9'"),
+        ("sgd", {"weight_decay": True}, "weight_decay = True"),
+        ("sgd", {"weight_decay": float("nan")}, "Input should be a finite number"),
+        ("sgd", {"nesterov": "yes", "momentum": 0.9}, "nesterov = 'yes', which is no bool"),
+        ("sgd", {"foreach": 1}, "foreach = 1"),
+        ("muon", {"ns_steps": 2.5}, "ns_steps = 2.5, which is no int"),
+        ("muon", {"ns_steps": 100}, "takes no step"),
+        ("adamw", {"foreach": True, "fused": True}, "refused by torch"),
+    ],
+)
+def test_options_that_torch_takes_and_cannot_step_with(name: str, options: dict[str, Any], says: str) -> None:
+    """Found without the model: by their types, by what a run is not, by a step of a small optimizer."""
+    with pytest.raises(TrainingError, match=says):
+        raise_if_unusable_optimizer(name, {"lr": 0.1, **options})
+
+
+@pytest.mark.parametrize("name", sorted(known_optimizers()))
+def test_options_that_are_as_torch_has_them(name: str) -> None:
+    """Also those that say outright what is so anyway; integers are numbers."""
+    signature = inspect.signature(known_optimizers()[name]).parameters
+    defaults = {option: given.default for option, given in signature.items() if option != "params"}
+    raise_if_unusable_optimizer(name, {**defaults, "lr": 1})
+
+
+def test_options_that_no_run_can_use_are_not_listed() -> None:
+    with pytest.raises(UnknownName) as error:
+        raise_if_unusable_optimizer("adamw", {"weight_decy": 1})
+    assert "capturable" not in str(error.value) and "differentiable" not in str(error.value)

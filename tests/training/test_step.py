@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.errors import TrainingError
+from bitwright.training.integrations.loop_driver import LoopDriver
 from bitwright.training.policy import POLICIES
 from bitwright.training.prepare import prepare
 from bitwright.training.run import TrainingRun
@@ -243,6 +244,31 @@ def test_too_many_micro_batches() -> None:
     assert run.pending == 0
 
 
+def test_a_backward_pass_outside_its_block() -> None:
+    run = new_run()
+    step = run.step()
+    with pytest.raises(TrainingError, match=r"backward was called outside its block; .*inside `with run\.step\(\)"):
+        step.backward(loss_of(run))
+    with step:
+        step.backward(loss_of(run))
+    for call in (lambda: step.backward(loss_of(run)), step.settle):
+        with pytest.raises(TrainingError, match="outside its block"):
+            call()
+    assert run.counters.updates == 1 and run.counters.micro_batches == 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_that_is_entered_again(accumulate: int) -> None:
+    run = new_run(accumulate=accumulate)
+    with run.step() as step:
+        step.backward(loss_of(run))
+    with pytest.raises(TrainingError, match=r"a step was entered again.*call run\.step\(\)"), step:
+        pass
+    assert run.pending == accumulate - 1
+    take(run, X)
+    assert run.counters.updates == 3 - accumulate
+
+
 def test_a_block_without_a_backward_pass() -> None:
     run = new_run()
     with pytest.raises(TrainingError, match=r"not loss\.backward"), run.step():
@@ -342,6 +368,41 @@ def test_closing_leaves_a_plain_model() -> None:
     take(run, X)
     run.close()
     assert not any("forward" in vars(module) for module in run.model.modules())
+
+
+@pytest.mark.parametrize("policy", ["fp16-mixed", "fp8-hybrid", "bf16-pure-sr"])
+def test_closing_in_the_middle_of_a_step_drops_it_and_says_so(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    run = new_run(policy, accumulate=3)
+    take(run, X, X, X)
+    assert take(run, X) is None and run.pending == 1
+    before = everything(run)
+    run.close()
+    assert run.pending == 0 and same(everything(run), before)
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+    assert "closed with 1 micro-batch of an unfinished step" in caplog.text and "accumulate=3" in caplog.text
+    caplog.clear()
+    run.close()
+    assert not caplog.text
+
+
+def test_shares_of_an_unfinished_step_are_dropped_too(caplog: pytest.LogCaptureFixture) -> None:
+    """What a library's loop has handed over when it is stopped."""
+    run = new_run("fp16-mixed")
+    driver = LoopDriver(run)
+    for _ in range(2):
+        with driver.forward():
+            loss = loss_of(run) / 3
+        driver.backward(loss, is_last=False)
+    run.close()
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+    assert "closed with 2 micro-batches of an unfinished step" in caplog.text
+
+
+def test_closing_between_steps_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    run = new_run(accumulate=2)
+    take(run, X, X)
+    run.close()
+    assert not caplog.text
 
 
 def test_a_policy_without_its_loss_scale_can_be_had() -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from pydantic import ValidationError
 
 from bitwright.errors import TrainingError
-from bitwright.training.fine_tuning.config import parse_config, read_config
+from bitwright.training.fine_tuning.config import (
+    TrainConfig,
+    key_meanings,
+    parse_config,
+    read_config,
+    section_class,
+)
 
 LEAST = """
 model = "demo"
@@ -61,6 +70,13 @@ def test_options_of_the_optimizer_are_its_own() -> None:
             "communication.wire is 'bf16', and parallel = \"fsdp2\" reduces gradients in a format of its own",
         ),
         (changed("steps = 10", "steps = 10\nparallel = 'zero'"), "'parallel' is 'zero' but should be 'ddp' or 'fsdp2'"),
+        (changed("lr = 1e-4", "lr = true"), "'optimizer.lr' is True but should be a valid number"),
+        (changed("lr = 1e-4", "lr = '1e-3'"), "'optimizer.lr' is '1e-3' but should be a valid number"),
+        (
+            changed("steps = 10", "steps = 10\nmax_grad_norm = true"),
+            "'max_grad_norm' is True but should be a",
+        ),
+        (changed("steps = 10", "steps = 10\nemulate = 'yes'"), "'emulate' is 'yes' but should be a valid boolean"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, message: str) -> None:
@@ -86,3 +102,49 @@ def test_when_things_are_saved_decides_nothing() -> None:
     often = parse_config(changed("[data]", "[checkpoint]\nevery_steps = 2\n[data]"), "a.toml")
     assert often.decisive == parse_config(changed('out = "run"', 'out = "elsewhere"'), "b.toml").decisive
     assert often.decisive != parse_config(changed("steps = 10", "steps = 11"), "c.toml").decisive
+
+
+def _places() -> list[tuple[str, str, Any]]:
+    """(section, key, annotation) of every key that is no section."""
+    found = []
+    for name, field in TrainConfig.model_fields.items():
+        section = section_class(field.annotation)
+        if section is None:
+            found.append(("", name, field.annotation))
+        else:
+            found += [(name, key, inner.annotation) for key, inner in section.model_fields.items()]
+    return found
+
+
+def _types(annotation: Any) -> set[type]:
+    """Plain types in an annotation, however deep."""
+    if annotation in (str, bool, int, float):
+        return {annotation}
+    return set[type]().union(*(_types(part) for part in get_args(annotation)))
+
+
+@pytest.mark.parametrize(("section", "key", "annotation"), _places())
+def test_no_type_is_taken_for_another(section: str, key: str, annotation: Any) -> None:
+    """A text, a boolean, a number: what a key is not, it does not become."""
+    kinds = _types(annotation)
+    allowed = tuple(kinds | ({int} if float in kinds else set())) or (str,)
+    for value in ("yes", "1", True, 1, 0.5):
+        if type(value) in allowed:
+            continue
+        fields: dict[str, Any] = tomllib.loads(LEAST)
+        (fields.setdefault(section, {}) if section else fields)[key] = value
+        with pytest.raises(ValidationError) as error:
+            TrainConfig.model_validate(fields)
+        places = {finding["loc"] for finding in error.value.errors()}
+        assert ((section, key) if section else (key,)) in places, value
+
+
+def test_whole_numbers_are_numbers() -> None:
+    config = parse_config(changed("lr = 1e-4", "lr = 1").replace("[data]", "max_grad_norm = 2\n[data]"), "a.toml")
+    assert (config.optimizer.lr, config.max_grad_norm) == (1.0, 2.0)
+
+
+def test_every_key_says_what_it_means() -> None:
+    meanings = key_meanings()
+    assert set(meanings) == {f"{section}.{key}" if section else key for section, key, _ in _places()}
+    assert all(meanings.values())

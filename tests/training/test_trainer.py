@@ -115,8 +115,10 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(
     assert untimed(tmp_path / "stopped" / "metrics.jsonl") == untimed(tmp_path / "whole" / "metrics.jsonl")
     assert (summary.model / name).read_bytes() == (whole.model / name).read_bytes()
     assert summary.loss == whole.loss
-    # once more, there is nothing left to do
-    assert train(config, resume=True).tokens == 0
+    # once more, there is nothing left to do, and nothing that is not written yet
+    again = train(config, resume=True)
+    assert again.tokens == 0 and again.validation == summary.validation
+    assert untimed(tmp_path / "stopped" / "metrics.jsonl") == untimed(tmp_path / "whole" / "metrics.jsonl")
 
 
 def test_a_run_goes_on_from_the_checkpoint_that_is_named(
@@ -205,6 +207,19 @@ def test_validation_loss_is_transformers_own(make_tiny_model: Callable[..., Any]
     # rows of equal length: the error is the plain standard error of a mean
     assert found.error == pytest.approx(float(by_row.std() / math.sqrt(5)), rel=1e-5)
     assert (found.num_tokens, found.num_rows) == (40, 5)
+
+
+def test_a_measurement_is_written_once(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    measured = {"kind": "validation", "step": 2, "loss": 1.5, "error": 0.1, "tokens": 64}
+    MetricsFile(file).add(measured)
+    MetricsFile(file, after_step=2).add(measured)
+    assert read_metrics(file) == [measured]
+    more = {**measured, "tokens": 128}  # other text is another measurement
+    MetricsFile(file, after_step=2).add(more)
+    assert read_metrics(file) == [measured, more]
+    MetricsFile(file, after_step=1).add(measured)
+    assert read_metrics(file) == [measured]
 
 
 def test_metrics_survive_a_line_that_was_cut_off(tmp_path: Path) -> None:
@@ -346,6 +361,10 @@ def test_the_command(
     (tmp_path / "spoiled.toml").write_text(spoiled)
     assert main(["train", str(tmp_path / "spoiled.toml")]) == 3
     assert "failed      2 of 3 steps were skipped" in capsys.readouterr().out
+    for option in ("differentiable = true", "capturable = true", "weight_decay = true", "nothing = 1"):
+        (tmp_path / "option.toml").write_text(f"{file.read_text().replace('told', 'unusable')}{option}\n")
+        assert main(["train", str(tmp_path / "option.toml")]) == 2
+        assert f"{option.split()[0]}" in capsys.readouterr().err and not (tmp_path / "unusable").exists()
     file.write_text(file.read_text().replace("batch", "bacth"))
     assert main(["train", str(file)]) == 2
     assert "'bacth' is unknown; did you mean 'batch'" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """``bitwright comm bench``: collectives between the processes that torchrun started, timed and checked.
 
-Rank 0 prints; a rank that fails is named by the others. Processes end with code 2 whatever state the backend is in.
+Rank 0 prints; a rank that fails is named by the others. Processes end with code 2 whatever state the backend is in, and
+with 130 when they are interrupted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import typer
 from bitwright.cli.output import write_json
 from bitwright.cli.usage import UsageMistake, raise_if_there, split_names
 from bitwright.comms.explain import collective_name
-from bitwright.comms.sizes import parse_sizes
+from bitwright.comms.sizes import parse_sizes, spell_count
 from bitwright.errors import CommsError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _UNITS = _COLUMNS.format("(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB
 
 
 def bench_command(
+    context: typer.Context,
     op: Annotated[str, typer.Option("--op", metavar="NAMES", help="Collectives, with commas between.")] = "all_reduce",
     sizes: Annotated[str, typer.Option(metavar="SIZES", help="8B..256MiB, or 1KiB,1MiB.")] = "8B..4MiB",
     factor: Annotated[int, typer.Option(min=2, help="From one size of a range to the next.")] = 4,
@@ -57,7 +59,14 @@ def bench_command(
         raise UsageMistake(f"--out is '{out}'; name a .json file in a folder that exists")
     if out is not None:
         raise_if_there(out)
+    source = context.get_parameter_source("factor")
+    if source is not None and source.name == "COMMANDLINE" and ".." not in sizes:
+        raise UsageMistake(
+            f"--factor {factor} changes nothing, since --sizes {sizes} is no range; leave one of them out"
+        )
     ops = tuple(collective_name(name) for name in split_names(op, "collective"))
+    # When a peer is gone, the backend logs its own stack; it reads this where torch is loaded.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Heavy (torch): after everything that can be refused without it.
     from bitwright.comms.bench import BenchSettings, as_json, run_bench
     from bitwright.comms.peers import Peers
@@ -76,7 +85,7 @@ def bench_command(
         peers = Peers(backend=backend, timeout_s=timeout)
         is_teller = peers.rank == 0
         if is_teller and not json:
-            sys.stdout.write(f"# {peers.size} ranks over {backend}\n{_HEAD}\n{_UNITS}\n")
+            sys.stdout.write(f"# {spell_count(peers.size, 'rank')} over {backend}\n{_HEAD}\n{_UNITS}\n")
         found = run_bench(settings, peers, _teller(is_teller and not json))
         peers.close()
     except CommsError as error:
@@ -87,6 +96,17 @@ def bench_command(
             peers.abandon()
         # Not `exit`: the backend's threads may wait for ever for a peer that is gone.
         os._exit(2)
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write("interrupted\n")
+            sys.stderr.flush()
+        if peers is not None:
+            peers.stop_beating()
+        os._exit(130)
+    finally:
+        if peers is not None:
+            peers.stop_beating()
     if not is_teller:
         return
     told = as_json(found, backend, ranks_per_node)
@@ -98,7 +118,7 @@ def bench_command(
         write_json(json_format.dumps(told, indent=1) + "\n")
     wrong = sum(row.num_wrong for row in found.rows)
     if wrong and not json:
-        sys.stdout.write(f"# {wrong} wrong numbers\n")
+        sys.stdout.write(f"# {spell_count(wrong, 'wrong number')}\n")
     if wrong:
         raise typer.Exit(1)
 

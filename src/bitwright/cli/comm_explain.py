@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated
 
 import typer
@@ -11,8 +10,9 @@ from rich.text import Text
 
 from bitwright.cli.table import new_console, new_table, print_rows, print_table
 from bitwright.cli.usage import UsageMistake
-from bitwright.comms.collectives import algorithms_of
+from bitwright.comms.collectives import ALGORITHMS
 from bitwright.comms.explain import Explanation, Move, collective_name, description, explain, parse_data
+from bitwright.comms.sizes import spell_count
 from bitwright.comms.wire import WIRE_FORMATS, error_growth, wire_format
 
 #: Ranks, and numbers of a rank, that buffers are shown of.
@@ -25,6 +25,7 @@ _GROWTH = (2, 4, 8, 16, 32, 64)
 
 
 def explain_command(
+    context: typer.Context,
     collective: Annotated[
         str,
         typer.Argument(
@@ -59,6 +60,13 @@ def explain_command(
             "--growth tells what rounding on the way does to sums, and nothing is rounded; add --dtype bf16"
         )
     op = collective_name(collective)
+    if growth and op != "all_reduce":
+        raise UsageMistake(f"--growth is of all-reduces, and {op} is none; leave it out, or explain allreduce")
+    if growth and algorithm is not None and ALGORITHMS[algorithm].needs_nodes:
+        raise UsageMistake(
+            f"--growth has no column of {algorithm}, whose sums depend on the ranks of a node; leave --growth out"
+        )
+    source = context.get_parameter_source("segments")
     wire = None if dtype is None else wire_format(dtype)
     found = explain(
         op,
@@ -66,19 +74,20 @@ def explain_command(
         ranks,
         None if data is None else parse_data(data, ranks),
         ranks_per_node=ranks_per_node,
-        num_segments=segments,
+        num_segments=segments if source is not None and source.name == "COMMANDLINE" else None,
         wire=wire,
     )
     console = new_console(highlight=False)
     _print(console, found, dtype)
     if growth:
         assert wire is not None
-        _print_growth(console, wire.name)
+        _print_growth(console, wire.name, found.schedule.algorithm)
 
 
 def _print(console: Console, found: Explanation, dtype: str | None) -> None:
     made = found.schedule
-    console.print(Text(f"{made.op} by {made.algorithm}, {made.num_ranks} ranks: {description(made.algorithm)}"))
+    head = f"{made.op} by {made.algorithm}, {spell_count(made.num_ranks, 'rank')}: {description(made.algorithm)}"
+    console.print(Text(f"{head}; steps: {found.spelled_steps}"), soft_wrap=True)
     shows_numbers = made.num_ranks <= _SHOWN_RANKS and found.start.shape[1] <= _SHOWN_NUMBERS
     if shows_numbers:
         _print_buffers(console, "start", found.start.tolist())
@@ -100,18 +109,19 @@ def _print(console: Console, found: Explanation, dtype: str | None) -> None:
     counts, size = found.counts, found.bytes_per_element
     per_rank = sorted(set(counts.sent))
     spread = f"{size * per_rank[0]:g}" if len(per_rank) == 1 else f"{size * per_rank[0]:g} to {size * per_rank[-1]:g}"
+    beside_steps, beside_bytes = found.spelled_steps, f"busiest: {found.spelled_busiest}"
+    if made.num_ranks == 1:
+        beside_steps = beside_bytes = "one rank has nothing to send"
+    elif found.has_to_divide is not None:
+        beside_bytes += f", for lengths that {found.has_to_divide} divides"
     rows = [
-        ("steps", f"{counts.num_steps}   ({found.spelled_steps})"),
-        ("bytes sent by a rank", f"{spread}   (busiest: {found.spelled_busiest})"),
+        ("steps", f"{counts.num_steps}   ({beside_steps})"),
+        ("bytes sent by a rank", f"{spread}   ({beside_bytes})"),
         ("bytes sent in all", f"{size * counts.total:g}, of buffers of {size * found.start.shape[1]:g}"),
         ("numbers travel as", dtype or "fp32, taken to be exact"),
     ]
     if found.relative_error is not None:
-        is_number = math.isfinite(found.relative_error)
-        told = (
-            f"relative error {found.relative_error:.3g}" if is_number else "the data has NaN or ∞, and so has the sum"
-        )
-        rows.append(("against fp64", told))
+        rows.append(("against fp64", found.why_not_finite or f"relative error {found.relative_error:.3g}"))
     print_rows(console, rows)
 
 
@@ -137,12 +147,12 @@ def _print_buffers(console: Console, title: str, buffers: list[list[float]]) -> 
         console.print(Text(f"  {head:5} rank {rank}  {_spell_row(row)}", style="dim"), soft_wrap=True)
 
 
-def _print_growth(console: Console, dtype: str) -> None:
-    names = [name for name in ("ring", "tree", "halving_doubling", "two_shot") if name in algorithms_of("all_reduce")]
+def _print_growth(console: Console, dtype: str, algorithm: str) -> None:
+    names = list(dict.fromkeys(("ring", "tree", "halving_doubling", "two_shot", algorithm)))
     table = new_table(("ranks", True), *((name, True) for name in names))
     for count in _GROWTH:
         rows = error_growth([dtype], names, [count], length=1024)
         table.add_row(str(count), *(f"{row.relative_error:.2e}" for row in rows))
-    console.print(Text(f"relative error of sums in {dtype} against fp64, normal numbers", style="bold"))
+    console.print(Text(f"relative error of all-reduces in {dtype} against fp64, normal numbers", style="bold"))
     print_table(console, table)
     console.print(Text("The ring's grows as √ranks; two-shot adds in fp32 in one place and rounds once.", style="dim"))

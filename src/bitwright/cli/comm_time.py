@@ -15,7 +15,7 @@ from bitwright.cli.parallel import ClusterFileOption, ClusterOption, read_topolo
 from bitwright.cli.table import new_console, new_table, print_rows, print_table
 from bitwright.comms.cost_model import LAUNCHES, CollectiveCost, algorithms, collective_time, refusals
 from bitwright.comms.explain import collective_name
-from bitwright.comms.sizes import parse_sizes
+from bitwright.comms.sizes import parse_sizes, spell_count
 from bitwright.comms.topology import Topology
 from bitwright.report.units import spell_bytes, spell_seconds
 
@@ -63,7 +63,7 @@ def time_command(
         return
     console = new_console(highlight=False)
     across = " and ".join(f"{members} by {level.kind}" for level, members, _ in group.spanned) or "one rank"
-    print_rows(console, [("collective", f"{op}, {group.num_ranks} ranks of {whole.spelled}: {across}")])
+    print_rows(console, [("collective", f"{op}, {spell_count(group.num_ranks, 'rank')} of {whole.spelled}: {across}")])
     console.print()
     if len(answers) == 1:
         _print_one(console, *answers[0])
@@ -72,7 +72,12 @@ def time_command(
     for reason in dict.fromkeys(refused.values()):
         names = ", ".join(name for name, why in refused.items() if why == reason)
         console.print(Text(f"{names}: {reason}", style="dim"))
-    console.print(Text("All predicted; ≈ by the rate of the nearest kin, or of the links.", style="dim"))
+    for level, count in group.grown:
+        beyond = f"{count} by {level.kind}, where the file describes {level.members}"
+        console.print(Text(f"{beyond}: its rates and latencies are taken for more", style="dim"))
+    console.print(
+        Text("All predicted; ≈ by the rate of the links, where nobody measured the algorithm's.", style="dim")
+    )
 
 
 _Answer = tuple[CollectiveCost, tuple[CollectiveCost, ...]]
@@ -102,7 +107,7 @@ def _print_one(console: Console, chosen: CollectiveCost, costs: Sequence[Collect
         table.add_row(
             Text("→" if is_chosen else ""),
             Text(cost.algorithm + protocol, style="bold" if is_chosen else ""),
-            Text("" if cost.is_measured else "≈ ") + spell_seconds(cost.time_s),
+            Text(_spell_time(cost)),
             spell_seconds(cost.latency_s),
             f"{cost.algbw_gb_per_s:.1f}",
             f"{cost.busbw_gb_per_s:.1f}",
@@ -114,10 +119,14 @@ def _print_one(console: Console, chosen: CollectiveCost, costs: Sequence[Collect
     print_rows(console, [("chosen", f"{chosen.algorithm}, since {chosen.reason}"), *_quicker(chosen, costs)])
 
 
+def _spell_time(cost: CollectiveCost) -> str:
+    return ("" if cost.is_measured else "≈ ") + spell_seconds(cost.time_s)
+
+
 def _quicker(chosen: CollectiveCost, costs: Sequence[CollectiveCost]) -> list[tuple[str, str]]:
-    """What this model has as faster than the library's choice."""
-    best = costs[0]
-    if best.time_s > 0.98 * chosen.time_s:
+    """What this model has as faster than the library's choice; of figures that are as well known as those of that."""
+    best = next((cost for cost in costs if cost.is_measured == chosen.is_measured), chosen)
+    if best.time_s >= 0.98 * chosen.time_s:
         return []
     saved = 1 - best.time_s / chosen.time_s
     return [("faster", f"{best.algorithm} by {saved:.0%}, which has to be asked for")]
@@ -127,8 +136,8 @@ def _print_several(console: Console, answers: Sequence[_Answer]) -> None:
     names = sorted({cost.algorithm for _, costs in answers for cost in costs})
     table = new_table(("size", True), *((name, True) for name in names), ("chosen", False))
     for chosen, costs in answers:
-        times = {cost.algorithm: cost.time_s for cost in costs}
-        cells = [Text(spell_seconds(times[n]), style="bold" if n == chosen.algorithm else "") for n in names]
+        times = {cost.algorithm: _spell_time(cost) for cost in costs}
+        cells = [Text(times[n], style="bold" if n == chosen.algorithm else "") for n in names]
         table.add_row(spell_bytes(chosen.num_bytes), *cells, Text(chosen.algorithm))
     print_table(console, table)
 

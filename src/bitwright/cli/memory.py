@@ -176,9 +176,10 @@ def memory_command(
 
 def _policy(name: str, device: Device | None) -> tuple[Any, str]:
     """The policy, and why where nobody named it."""
+    from bitwright.training.asked_policy import is_path
     from bitwright.training.policy import AUTO, policy_named
 
-    if Path(name).is_dir():
+    if is_path(name) or Path(name).is_dir():
         return _policy_of_plan(name)
     if name != AUTO:
         return policy_named(name), ""
@@ -192,10 +193,10 @@ def _policy(name: str, device: Device | None) -> tuple[Any, str]:
 
 def _policy_of_plan(folder: str) -> tuple[Any, str]:
     """The policy of a training plan. Figures know one recipe for all products, a plan one for each."""
-    from bitwright.plan.training_folder import load_training_plan
+    from bitwright.training.asked_policy import plan_at
     from bitwright.training.planning.planned_policy import policy_of_plan
 
-    plan = load_training_plan(folder)
+    plan = plan_at(folder)
     found = policy_of_plan(plan)
     reason = f"by the plan '{folder}' for {plan.model.name}"
     if found.high:

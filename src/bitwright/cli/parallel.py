@@ -6,7 +6,7 @@ What verbs ask for together is here: a model, a cluster, a batch, policies, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,12 +14,10 @@ from bitwright.cli.hardware_show import find_device
 from bitwright.cli.usage import UsageMistake
 from bitwright.comms.topology import Topology
 from bitwright.comms.topology_file import topology
+from bitwright.hardware import Device
 
 if TYPE_CHECKING:
     from bitwright.parallel.planner import PlanRequest
-
-#: Axes that --fix takes with a size.
-AXES = ("tp", "pp", "cp", "ep", "zero", "zero_group", "micro_batch", "interleave")
 
 
 ModelArgument = Annotated[
@@ -71,22 +69,47 @@ def read_request(
 
     Raises:
         UsageMistake: neither or both of the ways to name a cluster, or an unknown axis.
+        ParallelError: an axis is given twice or cannot have its size, or what `PlanRequest` refuses.
     """
     from bitwright.models.shape import shape_of
     from bitwright.parallel.planner import PlanRequest
+    from bitwright.parallel.search_space import raise_if_no_axes
     from bitwright.training.policy import policy_named
 
+    axes = tuple(_axis(text) for text in fixed)
+    raise_if_no_axes(axes)
     found = read_topology(cluster, cluster_file)
+    device = None if hardware_name is None else find_device(hardware_name)
+    names = dict.fromkeys(_chosen(name, found, device)[0] for name in policies)
     return PlanRequest(
         shape=shape_of(model),
         sequence=sequence,
         global_batch=4 * found.num_ranks if global_batch is None else global_batch,
         topology=found,
-        policies=tuple(policy_named(name) for name in policies),
+        policies=tuple({policy.name: policy for policy in map(policy_named, names)}.values()),
         optimizer=optimizer,
-        device=None if hardware_name is None else find_device(hardware_name),
-        fixed=tuple(_axis(text) for text in fixed),
+        device=device,
+        fixed=axes,
     )
+
+
+def policy_reason(policies: Sequence[str], request: PlanRequest) -> str:
+    """Return why a policy was chosen for a device; "" where all were named."""
+    reasons = [_chosen(name, request.topology, request.device)[1] for name in policies]
+    return "; ".join(reason for reason in reasons if reason)
+
+
+def _chosen(name: str, on: Topology, device: Device | None) -> tuple[str, str]:
+    """The name of a policy, and where it is "auto" of the one that the device runs best, with the reason."""
+    from bitwright.parallel.job import device_of, raise_if_no_device
+    from bitwright.training.choose import choose_policy
+    from bitwright.training.policy import AUTO
+
+    if name.strip().lower() != AUTO:
+        return name, ""
+    raise_if_no_device(on, device)
+    found = choose_policy(device_of(on, device))
+    return found.policy.name, f"{found.policy.name}: {found.reason}"
 
 
 def read_topology(cluster: str | None, cluster_file: str | None) -> Topology:
@@ -102,14 +125,13 @@ def read_topology(cluster: str | None, cluster_file: str | None) -> Topology:
 
 
 def _axis(text: str) -> tuple[str, int | str]:
-    from bitwright.parallel.layout import Recompute, Schedule
+    from bitwright.parallel.search_space import LEAST_SIZES, WORDS
 
     name, _, value = text.partition("=")
     name = name.replace("-", "_")
-    known = {"schedule": get_args(Schedule), "recompute": get_args(Recompute)}
-    if name in known and value in known[name]:
+    if name in WORDS and value in WORDS[name]:
         return name, value
-    if name in AXES and value.isdecimal():
+    if name in LEAST_SIZES and value.isdecimal():
         return name, int(value)
-    words = "; ".join(f"{axis}: {', '.join(those)}" for axis, those in known.items())
-    raise UsageMistake(f"--fix is {text!r}; it takes an axis and its size, as tp=8; axes: {', '.join(AXES)}; {words}")
+    axes, words = ", ".join(LEAST_SIZES), "; ".join(f"{axis}: {', '.join(those)}" for axis, those in WORDS.items())
+    raise UsageMistake(f"--fix is {text!r}; it takes an axis and its size, as tp=8; axes: {axes}; {words}")

@@ -22,6 +22,7 @@ from bitwright.cli.parallel import (
     ModelArgument,
     OptimizerOption,
     SequenceOption,
+    policy_reason,
     read_request,
 )
 from bitwright.cli.table import new_console, new_table, print_rows, print_table
@@ -38,7 +39,10 @@ def plan_command(
     cluster_file: ClusterFileOption = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A training policy; repeat it to compare. Default: bf16-mixed."),
+        typer.Option(
+            metavar="NAME",
+            help="A training policy; auto: what the device runs; repeat it to compare. Default: bf16-mixed.",
+        ),
     ] = None,
     global_batch: GlobalBatchOption = None,
     seq: SequenceOption = 4096,
@@ -56,11 +60,12 @@ def plan_command(
     """
     from bitwright.parallel.planner import plan_layouts
 
+    policies = policy or ["bf16-mixed"]
     request = read_request(
         model=model,
         cluster=cluster,
         cluster_file=cluster_file,
-        policies=policy or ["bf16-mixed"],
+        policies=policies,
         global_batch=global_batch,
         sequence=seq,
         optimizer=optimizer,
@@ -68,16 +73,19 @@ def plan_command(
         fixed=fix or [],
     )
     plan = plan_layouts(request, limit=top)
+    chosen = policy_reason(policies, request)
     if json:
-        write_json(json_format.dumps(plan_facts(request, plan), indent=2, ensure_ascii=False) + "\n")
+        facts = plan_facts(request, plan) | {"policy_reason": chosen}
+        write_json(json_format.dumps(facts, indent=2, ensure_ascii=False) + "\n")
     else:
-        _print(new_console(highlight=False), request, plan)
+        _print(new_console(highlight=False), request, plan, chosen)
     if plan.nearest_miss is not None:
         raise typer.Exit(3)
 
 
-def _print(console: Console, request: PlanRequest, plan: ParallelPlan) -> None:
-    from bitwright.parallel.advice import bottleneck_of, changes, reason_of
+def _print(console: Console, request: PlanRequest, plan: ParallelPlan, chosen: str) -> None:
+    from bitwright.parallel.advice import beside_it, bottleneck_of, changes, reason_of
+    from bitwright.parallel.job import position_note
 
     shape = request.shape
     tokens = spell_count(request.global_batch * request.sequence, "token")
@@ -86,17 +94,16 @@ def _print(console: Console, request: PlanRequest, plan: ParallelPlan) -> None:
         [
             ("model", f"{shape.name}, {shape.num_parameters:,} parameters"),
             ("cluster", f"{request.topology.spelled}: {request.topology.num_ranks} × {plan.device.name}"),
+            *((("chosen", chosen),) if chosen else ()),
             ("step", f"{request.global_batch} × {request.sequence} = {tokens}"),
-            (
-                "layouts",
-                f"{plan.num_fit} fit, {plan.num_too_large} are too large, "
-                f"{sum(count for _, count in plan.refused)} cannot be",
-            ),
+            *((("note", note),) if (note := position_note(shape, request.sequence)) else ()),
+            ("layouts", _spell_counts(plan)),
+            *((("batch", _spell_batch(request, plan)),) if plan.ruled_out_dp else ()),
         ],
     )
     console.print()
     if plan.nearest_miss is not None:
-        _print_miss(console, plan.nearest_miss, plan)
+        _print_miss(console, plan.nearest_miss, plan, request.optimizer)
         return
     table = new_table(
         ("", True),
@@ -114,6 +121,7 @@ def _print(console: Console, request: PlanRequest, plan: ParallelPlan) -> None:
     best = plan.candidates[0]
     rows = [(f"why {rank}", reason_of(found.job, found.time)) for rank, found in enumerate(plan.candidates, start=1)]
     rows.append(("bottleneck", bottleneck_of(best.time)))
+    rows.append(("beside it", beside_it(best.time)))
     for change in changes(best.job, best.time, _others(request, plan)):
         note = f" ({change.note})" if change.note else ""
         rows.append(("what if", f"{change.what}: {change.gain:+.1%} tokens/s{note}"))
@@ -124,6 +132,20 @@ def _print(console: Console, request: PlanRequest, plan: ParallelPlan) -> None:
             "All predicted. MFU: 6 operations a weight and token, causal attention; nothing recomputed counts.",
             style="dim",
         )
+    )
+
+
+def _spell_counts(plan: ParallelPlan) -> str:
+    alike = f", {plan.num_alike} of them slower variants in micro-batch or schedule" if plan.num_alike else ""
+    cannot = sum(count for _, count in plan.refused)
+    return f"{plan.num_fit} fit{alike}; {plan.num_too_large} are too large, {cannot} cannot be"
+
+
+def _spell_batch(request: PlanRequest, plan: ParallelPlan) -> str:
+    sizes, is_one = ", ".join(map(str, plan.ruled_out_dp)), request.global_batch == 1
+    return (
+        f"{spell_count(request.global_batch, 'sequence')} {'rules' if is_one else 'rule'} out dp {sizes}; a multiple "
+        f"of {plan.even_batch} allows {'it' if len(plan.ruled_out_dp) == 1 else 'them'} (--global-batch)"
     )
 
 
@@ -146,7 +168,7 @@ def _cells(found: Candidate, *, several: bool) -> tuple[Text, ...]:
     )
 
 
-def _print_miss(console: Console, miss: NearestMiss, plan: ParallelPlan) -> None:
+def _print_miss(console: Console, miss: NearestMiss, plan: ParallelPlan, optimizer: str) -> None:
     memory = miss.memory
     over, usable = spell_bytes(memory.total - plan.usable_bytes), spell_bytes(plan.usable_bytes)
     console.print(
@@ -160,7 +182,7 @@ def _print_miss(console: Console, miss: NearestMiss, plan: ParallelPlan) -> None
         console,
         [
             ("nearest", f"{miss.job.layout}, {miss.policy}: {spell_bytes(memory.total)}"),
-            ("states", spell_bytes(memory.states)),
+            ("states", f"{spell_bytes(memory.states)}; before ZeRO: {_spell_states(miss.policy, optimizer)}"),
             ("activations", spell_bytes(memory.activations)),
             ("gathered", spell_bytes(memory.gathered)),
             ("logits", spell_bytes(memory.logits)),
@@ -170,9 +192,25 @@ def _print_miss(console: Console, miss: NearestMiss, plan: ParallelPlan) -> None
     )
 
 
+def _spell_states(policy: str, optimizer: str) -> str:
+    """Bytes of a parameter, and why there are more than `bitwright memory` counts of a model under autocast."""
+    from bitwright.parallel.policy_memory import memory_facts
+    from bitwright.training.policy import policy_named
+
+    bits = memory_facts(policy_named(policy), optimizer=optimizer).states
+    if not bits.masters:
+        return f"{bits.bytes_per_parameter:g} bytes a parameter"
+    copies = bits.parameters / 8
+    return (
+        f"{bits.bytes_per_parameter:g} bytes a parameter: {bits.bytes_per_parameter - copies:g}, and {copies:g} of "
+        "working copies that are kept through the step (masters in the optimizer)"
+    )
+
+
 def plan_facts(request: PlanRequest, plan: ParallelPlan) -> dict[str, object]:
     """Return a plan as plain figures."""
-    from bitwright.parallel.advice import bottleneck_of, changes, reason_of
+    from bitwright.parallel.advice import bottleneck_of, changes, ranked_parts, reason_of
+    from bitwright.parallel.job import position_note
 
     facts: dict[str, object] = {
         "model": request.shape.name,
@@ -182,8 +220,11 @@ def plan_facts(request: PlanRequest, plan: ParallelPlan) -> dict[str, object]:
         "gpus": request.topology.num_ranks,
         "sequence": request.sequence,
         "global_batch": request.global_batch,
+        "note": position_note(request.shape, request.sequence),
         "num_fit": plan.num_fit,
+        "num_alike": plan.num_alike,
         "num_too_large": plan.num_too_large,
+        "ruled_out_dp": list(plan.ruled_out_dp),
         "usable_bytes": plan.usable_bytes,
         "status": "predicted",
     }
@@ -220,5 +261,6 @@ def plan_facts(request: PlanRequest, plan: ParallelPlan) -> dict[str, object]:
         "fits": True,
         "layouts": layouts,
         "bottleneck": bottleneck_of(best.time),
+        "ranking": [asdict(part) for part in ranked_parts(best.time)],
         "changes": [asdict(change) for change in changes(best.job, best.time, _others(request, plan))],
     }

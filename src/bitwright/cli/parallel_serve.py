@@ -105,12 +105,15 @@ def _kv_bits(name: str, head_dim: int) -> float:
 
 
 def _print(console: Console, request: ServingRequest, plan: ServingPlan, scheme: str, kv: str) -> None:
+    from bitwright.parallel.job import position_note
+
     shape, device = request.shape, plan.device
     rows = [
         ("model", f"{shape.name}, {shape.num_parameters:,} parameters"),
         ("cluster", f"{request.topology.spelled}: {request.topology.num_ranks} × {device.name}"),
         ("weights", f"{scheme}: {request.weight_bits:.4g} bits a weight, products in {request.compute}"),
         ("cache", f"{kv}: {request.kv_bits:.4g} bits a number, {request.context:,} tokens of each sequence"),
+        *((("note", note),) if (note := position_note(shape, request.context)) else ()),
     ]
     print_rows(console, rows)
     console.print()
@@ -181,12 +184,15 @@ def _spell_most(time: ServingTime) -> str:
 
 
 def _facts(request: ServingRequest, plan: ServingPlan) -> dict[str, object]:
+    from bitwright.parallel.job import position_note
+
     return {
         "model": request.shape.name,
         "parameters": request.shape.num_parameters,
         "cluster": request.topology.spelled,
         "device": plan.device.name,
         "context": request.context,
+        "note": position_note(request.shape, request.context),
         "weight_bits": request.weight_bits,
         "kv_bits": request.kv_bits,
         "compute": request.compute,

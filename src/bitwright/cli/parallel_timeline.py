@@ -18,14 +18,15 @@ from bitwright.cli.parallel import (
     ModelArgument,
     OptimizerOption,
     SequenceOption,
+    policy_reason,
     read_request,
 )
 from bitwright.cli.table import new_console, print_rows
 from bitwright.cli.usage import UsageMistake, raise_if_there
 from bitwright.report.units import spell_bytes, spell_count, spell_seconds
 
-#: What is searched no further than it can be drawn; a --fix that says otherwise comes later, and counts.
-_DRAWN = ("schedule=1f1b",)
+#: What is searched no further than it can be drawn, unless --fix says otherwise.
+_DRAWN = "schedule=1f1b"
 
 
 def timeline_command(
@@ -35,7 +36,9 @@ def timeline_command(
     ],
     cluster: ClusterOption = None,
     cluster_file: ClusterFileOption = None,
-    policy: Annotated[str, typer.Option(metavar="NAME", help="A training policy.")] = "bf16-mixed",
+    policy: Annotated[
+        str, typer.Option(metavar="NAME", help="A training policy; auto: what the device runs.")
+    ] = "bf16-mixed",
     global_batch: GlobalBatchOption = None,
     seq: SequenceOption = 4096,
     optimizer: OptimizerOption = "adamw",
@@ -52,11 +55,13 @@ def timeline_command(
         if path.suffix not in (".json", ".svg"):
             raise UsageMistake(f"--out is {str(path)!r}; it takes a file that ends in .json or .svg")
         raise_if_there(path)
+    from bitwright.parallel.job import position_note
     from bitwright.parallel.planner import plan_layouts
     from bitwright.parallel.timeline import timeline
     from bitwright.parallel.trace_file import trace_text
     from bitwright.parallel.trace_svg import svg_text
 
+    given = fix or []
     request = read_request(
         model=model,
         cluster=cluster,
@@ -66,7 +71,7 @@ def timeline_command(
         sequence=seq,
         optimizer=optimizer,
         hardware_name=hardware_name,
-        fixed=[*_DRAWN, *(fix or [])],
+        fixed=given if any(text.partition("=")[0] == "schedule" for text in given) else [_DRAWN, *given],
     )
     plan = plan_layouts(request, limit=1)
     if plan.nearest_miss is not None:
@@ -82,6 +87,8 @@ def timeline_command(
     print_rows(
         new_console(highlight=False),
         [
+            *((("chosen", chosen),) if (chosen := policy_reason([policy], request)) else ()),
+            *((("note", note),) if (note := position_note(request.shape, seq)) else ()),
             ("layout", f"{best.layout}: {spell_seconds(best.time.seconds)} a step (predicted)"),
             (
                 "drawn",

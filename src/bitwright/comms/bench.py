@@ -5,7 +5,8 @@
 `library` is what the backend itself offers (Gloo on CPUs, NCCL on GPUs); any other algorithm is one of our schedules as
 messages. Time is that of the slowest rank, the mean over repetitions after a warm-up. Every number of the result is
 compared with the exact one on every rank: what is not within the rounding of its type, NaN above all, counts as wrong.
-What was asked for and does not go together is refused where nothing is left, and else told with its reason.
+What was asked for and does not go together is refused where nothing is left, and else told with its reason; so are
+sizes that the memory of some machine does not hold for all its ranks.
 
 Bytes are those of numbers of the type; a format with scales moves 3 % more. On GPUs all numbers stay there, and a clock
 is read when what was started before it is done.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,11 +33,16 @@ from bitwright.comms.schedule import Schedule
 from bitwright.comms.wire import WireFormat, wire_format
 from bitwright.comms.wire_bytes import BUS_FACTORS
 from bitwright.errors import CommsError, UnknownName
+from bitwright.report.units import spell_bytes
 
 LIBRARY = "library"
 #: Collectives whose data are a shard for each rank.
 _SHARED_OUT = ("all_gather", "reduce_scatter", "all_to_all")
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: fp32 copies of a rank's data that live at once, the exact result and what it is made from among them.
+_COPIES = 12
+#: Share of the memory that is available now which all ranks of a machine may fill.
+_USABLE_SHARE = 0.9
 #: Seconds of measuring that a size is given, and most repetitions of it.
 _TARGET_S = 0.3
 _MAX_REPEATS = 50
@@ -180,9 +187,10 @@ def run_bench(settings: BenchSettings, peers: Peers, on_row: Callable[[Measureme
 
     Raises:
         CommsError: ranks that were asked for different things, ranks that do not fill nodes, sizes that are all too
-            small, or a rank that failed; it is named.
+            small or too large, or a rank that failed; it is named.
     """
     peers.agree(settings.as_dict())
+    usable = _usable_bytes(peers)
     schedules = {
         (op, algorithm): schedule(op, algorithm, peers.size, ranks_per_node=settings.ranks_per_node)
         for op, _, algorithm in settings.groups()
@@ -197,12 +205,37 @@ def run_bench(settings: BenchSettings, peers: Peers, on_row: Callable[[Measureme
                 reason = f"they do not make {shared}"
                 left_out.append(LeftOut(what=f"{_spelled(op, dtype, algorithm)}, {size} bytes", reason=reason))
                 continue
+            if _COPIES * 4 * count > usable:
+                reason = (
+                    f"the {peers.local_size} ranks of a machine take about "
+                    f"{spell_bytes(_COPIES * 4 * count * peers.local_size)} (of each {_COPIES} copies of {count:,} "
+                    f"numbers in fp32), and {spell_bytes(usable * peers.local_size)} are available"
+                )
+                left_out.append(LeftOut(what=f"{_spelled(op, dtype, algorithm)}, {size} bytes", reason=reason))
+                continue
             row = _measure(op, dtype, algorithm, count, settings, peers, schedules.get((op, algorithm)))
             rows.append(row)
             on_row(row)
     if not rows:
-        raise CommsError(f"nothing was measured: {left_out[-1].what}: {left_out[-1].reason}; give larger sizes")
+        raise CommsError(f"nothing was measured: {left_out[-1].what}: {left_out[-1].reason}; give other sizes")
     return Bench(rows=tuple(rows), left_out=tuple(left_out))
+
+
+def _usable_bytes(peers: Peers) -> float:
+    """Memory that each rank may fill, of the machine that has least; the same on all ranks, so that none waits."""
+    least = torch.tensor([_USABLE_SHARE * _available_bytes() / peers.local_size], device=peers.device)
+    peers.run("comparing memory", lambda: dist.all_reduce(least, op=dist.ReduceOp.MIN))
+    return float(least)
+
+
+def _available_bytes() -> float:
+    """Memory of this machine that is free or can be freed; infinite where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return float("inf")
+    told = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return 1024.0 * int(told[0]) if told else float("inf")
 
 
 def _count(op: str, size: int, wire: WireFormat, num_ranks: int) -> int:
@@ -281,16 +314,17 @@ def _data(count: int, rank: int) -> Tensor:
 
 
 def _exact(op: str, count: int, n: int, rank: int) -> Tensor:
+    # One rank's data at a time: those of all of them would be more than the exchange itself takes.
     match op:
-        case "all_reduce":
-            return torch.stack([_data(count, other) for other in range(n)]).sum(0)
-        case "reduce_scatter":
-            total = torch.stack([_data(count, other) for other in range(n)]).sum(0)
-            return total.chunk(n)[rank]
+        case "all_reduce" | "reduce_scatter":
+            total = _data(count, 0)
+            for other in range(1, n):
+                total += _data(count, other)
+            return total if op == "all_reduce" else total.chunk(n)[rank]
         case "all_gather":
-            return torch.cat([_data(count, other).chunk(n)[other] for other in range(n)])
+            return torch.cat([_data(count, other).chunk(n)[other].clone() for other in range(n)])
         case "all_to_all":
-            return torch.cat([_data(count, other).chunk(n)[rank] for other in range(n)])
+            return torch.cat([_data(count, other).chunk(n)[rank].clone() for other in range(n)])
         case _:
             return _data(count, 0)
 

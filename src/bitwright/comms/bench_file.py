@@ -19,9 +19,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bitwright.comms.collectives import ALGORITHMS
 from bitwright.comms.fit import Fit, Timed, fit_curves
+from bitwright.comms.sizes import spell_count
 from bitwright.comms.topology import Level, Topology
+from bitwright.comms.topology_file import raise_if_no_name
 from bitwright.comms.wire import wire_format
 from bitwright.errors import CommsError
+from bitwright.fact_file import field_of
 
 #: What the bytes of a library's own collectives are those of.
 _LIBRARY = {"all_to_all": "pairwise", "send_recv": "direct"}
@@ -54,10 +57,13 @@ def fit_bench_files(paths: Sequence[Path], name: str, dtype: str | None = None) 
         dtype: the type of numbers whose times are fitted; may be left out where all are of one.
 
     Raises:
-        CommsError: a file that is none of `comm bench`, wrong numbers in it, several types, or too few sizes.
+        CommsError: a name that no file may have, a file that is none of `comm bench`, the same times twice, wrong
+            numbers in them, several types, or too few sizes.
         UnknownName: no such type.
     """
+    raise_if_no_name(name)
     contents = [_read(path) for path in paths]
+    _raise_if_twice(paths, contents)
     chosen = _one_dtype(paths, contents, dtype)
     levels, residuals, left_out = [], [], []
     for index, (path, content) in enumerate(zip(paths, contents, strict=True)):
@@ -88,6 +94,18 @@ def fit_bench_files(paths: Sequence[Path], name: str, dtype: str | None = None) 
         notes=(f"{len(residuals)} measured times of {chosen}, mean error of the fit {100 * mean:.1f} %", *left_out),
     )
     return Fit(topology=topology, residuals=tuple(residuals))
+
+
+def _raise_if_twice(paths: Sequence[Path], contents: Sequence[_File]) -> None:
+    """Each file is a level of its own: the times of one do not say what joins its nodes."""
+    for index, (path, content) in enumerate(zip(paths, contents, strict=True)):
+        for other, known in zip(paths[:index], contents, strict=False):
+            if content == known:
+                same = path.resolve() == other.resolve()
+                told = f"'{path}' is given twice" if same else f"'{path}' has the very times of '{other}'"
+                raise CommsError(
+                    f"{told}, and each file is a level of its own; give one file for each level, innermost first"
+                )
 
 
 def _alone(name: str, *levels: Level) -> Topology:
@@ -141,12 +159,13 @@ def _read(path: Path) -> _File:
         raise CommsError(f"'{path}' is no JSON ({error}); give a file of: comm bench --out") from error
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise CommsError(f"'{path}': {where}: {first['msg'].lower()}; give a file of: comm bench --out") from error
+        where = field_of(first)
+        said = f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}" if where else "the JSON in it is no object"
+        raise CommsError(f"'{path}': {said}; give a file of: comm bench --out") from error
     wrong = [row for row in content.rows if row.num_wrong]
     if wrong:
         raise CommsError(
-            f"'{path}' has {wrong[0].num_wrong} wrong numbers in {wrong[0].op} of {wrong[0].num_bytes} bytes by "
-            f"{wrong[0].algorithm}; find out why before its times are believed"
+            f"'{path}' has {spell_count(wrong[0].num_wrong, 'wrong number')} in {wrong[0].op} of "
+            f"{wrong[0].num_bytes} bytes by {wrong[0].algorithm}; find out why before its times are believed"
         )
     return content

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from bitwright.catalog import Catalog, nearest_name_hint
 from bitwright.comms.schedule import Algorithm, Layout, Recipe, Schedule, Transfer
+from bitwright.comms.sizes import spell_count
 from bitwright.errors import CommsError, UnknownName
 
 #: Every algorithm, by name.
@@ -90,17 +91,33 @@ def stream(op: str, algorithm: str, num_ranks: int, *, num_segments: int = NUM_S
     return recipe.generate(num_ranks, layout)
 
 
+def num_chunks(
+    op: str,
+    algorithm: str,
+    num_ranks: int,
+    *,
+    ranks_per_node: int | None = None,
+    num_segments: int = NUM_SEGMENTS,
+) -> int:
+    """Return the pieces that a collective cuts a buffer into; raises as `schedule` does."""
+    recipe, layout = _found(op, algorithm, num_ranks, ranks_per_node, num_segments)
+    return recipe.num_chunks(num_ranks, layout)
+
+
 def _found(op: str, name: str, num_ranks: int, ranks_per_node: int | None, num_segments: int) -> tuple[Recipe, Layout]:
     able = algorithms_of(op)
     algorithm = ALGORITHMS[name]
     if op not in algorithm.recipes:
         raise CommsError(f"algorithm '{name}' does no {op}; use one of {', '.join(able)}")
+    recipe = algorithm.recipes[op]
     if num_ranks < 1 or num_segments < 1:
-        raise CommsError(f"{num_ranks} ranks and {num_segments} segments; give 1 or more of each")
+        raise CommsError(
+            f"{spell_count(num_ranks, 'rank')} and {spell_count(num_segments, 'segment')}; give 1 or more of each"
+        )
     per_node = num_ranks if ranks_per_node is None else ranks_per_node
     if per_node < 1 or num_ranks % per_node:
         raise CommsError(
-            f"{num_ranks} ranks do not fill nodes of {per_node} ranks; take a multiple of {per_node}, or nodes of "
-            f"{', '.join(str(d) for d in range(1, num_ranks + 1) if num_ranks % d == 0)}"
+            f"{spell_count(num_ranks, 'rank')} do not fill nodes of {spell_count(per_node, 'rank')}; take a multiple "
+            f"of {per_node}, or nodes of {', '.join(str(d) for d in range(1, num_ranks + 1) if num_ranks % d == 0)}"
         )
-    return algorithm.recipes[op], Layout(ranks_per_node=per_node, num_segments=num_segments)
+    return recipe, Layout(ranks_per_node=per_node, num_segments=num_segments)

@@ -7,6 +7,10 @@ source; t0 is hops times the latency of a hop. Levels are pipelined, so the slow
 over 4 nodes of 8 B200 take 22 ms, where the sum of the levels is 26 ms and the slowest alone 16 ms. What no library
 pipelines (hierarchical, as messages of ours) takes the sum, step by step (`schedule_cost`).
 
+The constant of a hop is that of a library of kernels, and Gloo between processes takes a hundred times that. So an
+algorithm that nobody measured at a level where others were begins as they do: by messages one after the other, each at
+the latency of a measured one, or else no sooner than what began soonest there.
+
     from bitwright.comms import collective_time, topology
 
     tp = topology("h100x8x16").group(8)                 # the 8 GPUs of one node
@@ -23,7 +27,7 @@ import math
 from dataclasses import dataclass
 
 from bitwright.catalog import nearest_name_hint
-from bitwright.comms.nccl_tuner import hop_latencies_s, predicted_times
+from bitwright.comms.nccl_tuner import hop_latencies_s, num_hops, predicted_times
 from bitwright.comms.schedule_cost import step_cost
 from bitwright.comms.topology import Curve, Level, Topology
 from bitwright.comms.wire_bytes import BUS_FACTORS, WIRE_FORMS, Place, WireForm
@@ -137,8 +141,8 @@ def _choose(op: str, size: float, topology: Topology, algorithm: str | None) -> 
         _raise_if_unknown(f"algorithm of {op}", algorithm, tuple(forms))
         why_not = _why_not(forms[algorithm], topology)
         if why_not is not None:
-            able = ", ".join(algorithms(op, topology))
-            raise CommsError(f"algorithm '{algorithm}' {why_not} on {topology.spelled}; use one of {able}")
+            names = ", ".join(algorithms(op, topology))
+            raise CommsError(f"algorithm '{algorithm}' {why_not} on {topology.spelled}; use one of {names}")
         protocol = next((item.protocol for item in ranked if item.algorithm == algorithm), "")
         return forms[algorithm], protocol, f"{algorithm} was asked for"
     for first in ranked:
@@ -147,14 +151,18 @@ def _choose(op: str, size: float, topology: Topology, algorithm: str | None) -> 
             beside = f", {others[0].algorithm} {1e6 * others[0].time_s:.0f} µs" if others else ""
             reason = f"NCCL's model takes the least: {first.algorithm}/{first.protocol} {1e6 * first.time_s:.0f} µs"
             return forms[first.algorithm], first.protocol, reason + beside
-    usable = [form for form in forms.values() if _why_not(form, topology) is None and form.is_chosen]
+    able = [form for form in forms.values() if _why_not(form, topology) is None]
+    usable = [form for form in able if form.is_chosen]
     # Where somebody measured some, the others are not there, as far as one knows.
-    measured = [form for form in usable if all(level.curve(op, form.algorithm) for level, _, _ in topology.spanned)]
+    all_measured = [form for form in able if all(level.curve(op, form.algorithm) for level, _, _ in topology.spanned)]
+    measured = [form for form in all_measured if form.is_chosen]
     candidates = measured or usable
     times = {form.algorithm: _timed(form, size, topology, "", "", 0.0).time_s for form in candidates}
     best = min(candidates, key=lambda form: times[form.algorithm])
     if len(candidates) == 1:
-        return best, "", f"the only algorithm of {op} that is known here"
+        told = ["that is measured here"] if measured and len(able) > 1 else []
+        told += ["that a library chooses by itself"] if len(all_measured if measured else able) > 1 else []
+        return best, "", " ".join((f"the only algorithm of {op}", " and ".join(told))).rstrip()
     return best, "", "the least predicted time of " + ", ".join(f"{n} {1e6 * t:.0f} µs" for n, t in times.items())
 
 
@@ -182,15 +190,19 @@ def _timed(
         spanned = spanned[-1:]
     rounds = form.phases if form.rounds is None else form.rounds(topology.num_ranks)
     latency, hops = hop_latencies_s(topology, form.steps, rounds)
+    counts = num_hops(topology, form.steps, rounds)
     slowest, bound, wire, measured = -1.0, "", 0.0, True
     for index, (level, members, below) in spanned:
         place = Place(n=topology.num_ranks, k=members, g=below, innermost=index == 0)
         curve, is_measured = _curve(form, level)
-        if curve.latency_s is None:
+        # What was measured of a whole kernel has its start in it.
+        start = latency if index == 0 else 0.0
+        if curve.latency_s is not None:
+            latency += curve.latency_s - start
+        elif is_measured:
             latency += hops[index]
         else:
-            # What was measured of a whole kernel has its start in it.
-            latency += curve.latency_s - (latency if index == 0 else 0.0)
+            latency += _latency_of_kin_s(level, counts[index], start + hops[index]) - start
         sent = size * form.per_byte(place)
         rate = 1e9 * curve.ceiling_gb_per_s * level.share(members)
         seconds = sent / rate * (1 + math.sqrt(curve.half_size_bytes / size))
@@ -213,11 +225,15 @@ def _timed_one_after_the_other(
         place = Place(n=topology.num_ranks, k=members, g=below, innermost=index == 0)
         num_steps, sent = form.sequential_steps(place), size * form.per_byte(place)
         step = step_cost(topology, index, sent / num_steps)
-        total += num_steps * step.seconds
-        latency += num_steps * step.latency_s
+        begun = num_steps * step.latency_s
+        if not step.is_measured:
+            begun = _latency_of_kin_s(level, num_steps, begun)
+        seconds = num_steps * (step.seconds - step.latency_s) + begun
+        total += seconds
+        latency += begun
         measured &= step.is_measured
-        if num_steps * step.seconds > slowest:
-            slowest, bound, wire = num_steps * step.seconds, level.kind, sent
+        if seconds > slowest:
+            slowest, bound, wire = seconds, level.kind, sent
     return CollectiveCost(
         op=form.op, num_bytes=int(size), num_ranks=topology.num_ranks, time_s=launch_s + total,
         latency_s=launch_s + latency, algorithm=form.algorithm, protocol="", reason=reason, bound=bound,
@@ -241,6 +257,14 @@ def _curve(form: WireForm, level: Level) -> tuple[Curve, bool]:
         name = _STAND_INS.get(name)
     ceiling = _UNMEASURED_SHARE * level.one_way_gb_per_s
     return Curve(algorithm=form.algorithm, ceiling_gb_per_s=ceiling, half_size_bytes=_UNMEASURED_HALF_SIZE_BYTES), False
+
+
+def _latency_of_kin_s(level: Level, num_messages: int, by_constants: float) -> float:
+    """Seconds until the first byte of an algorithm without a curve: by the messages or collectives measured there."""
+    message = level.curve("send_recv", "direct")
+    if message is not None and message.latency_s is not None:
+        return num_messages * message.latency_s
+    return max(by_constants, min((c.latency_s for c in level.curves if c.latency_s is not None), default=0.0))
 
 
 def _raise_if_unknown(kind: str, name: str, known: tuple[str, ...]) -> None:

@@ -14,12 +14,19 @@ import numpy.typing as npt
 
 from bitwright.catalog import nearest_name_hint
 from bitwright.comms.closed_forms import CLOSED_FORMS
-from bitwright.comms.collectives import ALGORITHMS, COLLECTIVES, schedule, usual_algorithm
+from bitwright.comms.collectives import ALGORITHMS, COLLECTIVES, num_chunks, schedule, usual_algorithm
 from bitwright.comms.count import Counts, count
-from bitwright.comms.schedule import Schedule, Transfer
+from bitwright.comms.schedule import Layout, Schedule, Transfer
 from bitwright.comms.simulate import Change, Values, run, simulate
+from bitwright.comms.sizes import spell_count
 from bitwright.comms.wire import WireFormat
 from bitwright.errors import CommsError, UnknownName
+
+#: Ranks, and numbers of all steps and messages, that are followed one by one: seconds, and some 100 MB.
+MAX_RANKS = 128
+_MAX_NUMBERS = 1 << 24
+#: Pieces of a pipeline unless told otherwise.
+_NUM_SEGMENTS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +63,10 @@ class Explanation:
     bytes_per_element: float
     spelled_steps: str
     spelled_busiest: str
+    #: What has to divide the length for `spelled_busiest` to give the bytes; None: it gives them.
+    has_to_divide: int | None
+    #: Why the result is not finite; None: it is, or numbers travel exactly.
+    why_not_finite: str | None
     #: ‖result − that of fp64‖ / ‖that of fp64‖, where numbers travel rounded.
     relative_error: float | None
 
@@ -85,29 +96,39 @@ def parse_data(text: str, num_ranks: int) -> Values:
     A last row of "…" (or "...") goes on as the two before it began.
 
     Raises:
-        CommsError: no number, rows of different lengths, or another number of rows than ranks.
+        CommsError: no number, rows of different lengths, another number of rows than ranks, or too many ranks.
     """
+    _raise_if_too_many(num_ranks)
     rows: list[list[float]] = []
     written = [row.strip() for row in text.strip().rstrip(";").split(";")]
     for index, row in enumerate(written):
         if row in ("…", "..."):
             if index < 2 or index != len(written) - 1:
                 raise CommsError(f"'…' in {text!r} goes on from the two rows before it; write two, and it last")
-            change = np.subtract(rows[-1], rows[-2])
-            rows += [list(np.add(rows[-1], change * more)) for more in range(1, num_ranks - index + 1)]
+            with np.errstate(over="ignore", invalid="ignore"):
+                change = np.subtract(rows[-1], rows[-2])
+                rows += [list(np.add(rows[-1], change * more)) for more in range(1, num_ranks - index + 1)]
             continue
-        try:
-            rows.append([float(word) for word in row.split(",")])
-        except ValueError as error:
-            raise CommsError(f"row {index} of the data, {row!r}, has no numbers; write 1,2,3,4;2,4,6,8") from error
+        rows.append([_number(word.strip(), index) for word in row.split(",")])
         if len(rows[-1]) != len(rows[0]):
             raise CommsError(
-                f"row {index} of the data has {len(rows[-1])} numbers and row 0 has {len(rows[0])}; give every rank "
-                "as many"
+                f"rank {index}'s row of the data has {spell_count(len(rows[-1]), 'number')} and rank 0's has "
+                f"{len(rows[0])}; give every rank as many"
             )
     if len(rows) != num_ranks:
-        raise CommsError(f"data of {len(rows)} rows for {num_ranks} ranks; give one row for each rank")
+        raise CommsError(
+            f"data of {spell_count(len(rows), 'row')} for {spell_count(num_ranks, 'rank')}; give one row for each rank"
+        )
     return np.array(rows)
+
+
+def _number(word: str, rank: int) -> float:
+    try:
+        return float(word)
+    except ValueError as error:
+        raise CommsError(
+            f"rank {rank}'s row of the data has {word!r} where a number is due; write 1,2,3,4;2,4,6,8"
+        ) from error
 
 
 def explain(
@@ -117,7 +138,7 @@ def explain(
     data: npt.ArrayLike | None = None,
     *,
     ranks_per_node: int | None = None,
-    num_segments: int = 2,
+    num_segments: int | None = None,
     wire: WireFormat | None = None,
 ) -> Explanation:
     """Run one collective step by step.
@@ -125,41 +146,105 @@ def explain(
     Args:
         op: one of `COLLECTIVES`.
         algorithm: one of `algorithms_of(op)`; a ring unless given.
-        num_ranks: 1 or more.
+        num_ranks: 1 to `MAX_RANKS`.
         data: a row for each rank; `textbook_data` unless given.
-        ranks_per_node, num_segments: as in `schedule`.
+        ranks_per_node, num_segments: as in `schedule`, where the algorithm has a use for them; two segments unless
+            given, or one where the data are too short.
         wire: how numbers travel and are kept; None: exactly.
 
     Raises:
-        CommsError, UnknownName: as `schedule` and `simulate` do.
+        CommsError, UnknownName: as `schedule` and `simulate` do; more ranks, numbers or segments than there can be;
+            nodes or segments that change nothing.
     """
-    made = schedule(
-        op, algorithm or usual_algorithm(op), num_ranks, ranks_per_node=ranks_per_node, num_segments=num_segments
-    )
+    _raise_if_too_many(num_ranks)
+    name = algorithm or usual_algorithm(op)
     given = np.array(textbook_data(num_ranks) if data is None else data, dtype=np.float64)
+    layout = _layout(op, name, num_ranks, given.shape[-1], ranks_per_node, num_segments)
+    form = CLOSED_FORMS[op, name]
+    if given.shape[-1] * (form.num_steps(num_ranks, layout) * num_ranks + form.total(num_ranks, layout)) > _MAX_NUMBERS:
+        raise CommsError(
+            f"{spell_count(num_ranks, 'rank')} of {spell_count(given.shape[-1], 'number')} hold and send more than "
+            f"{_MAX_NUMBERS:,} numbers step by step, which is the most that is followed; give fewer"
+        )
+    made = schedule(op, name, num_ranks, ranks_per_node=ranks_per_node, num_segments=layout.num_segments)
     exact = simulate(made, given)
     start = given if wire is None else wire.rounded(given).astype(np.float64)
     steps = tuple(_steps(made, start, wire))
     final = steps[-1].buffers if steps else start
     kept = _kept(made, final)
-    error = None if wire is None else _relative_error(kept, _kept(made, exact))
-    form = CLOSED_FORMS[op, made.algorithm]
+    expected = _kept(made, exact)
+    counts = count(made, given.shape[1])
+    is_exact = num_ranks == 1 or form.busiest(num_ranks, layout) * given.shape[1] == counts.busiest
     return Explanation(
         schedule=made,
         start=start,
         steps=steps,
         result=kept,
-        counts=count(made, given.shape[1]),
+        counts=counts,
         bytes_per_element=4.0 if wire is None else wire.bits_per_number / 8,
         spelled_steps=form.spelled_steps,
         spelled_busiest=form.spelled_busiest,
-        relative_error=error,
+        has_to_divide=None if is_exact else made.num_chunks,
+        why_not_finite=None if wire is None else _why_not_finite(given, start, kept, expected, wire),
+        relative_error=None if wire is None else _relative_error(kept, expected),
     )
 
 
 def description(name: str) -> str:
     """Return the line of an algorithm."""
     return ALGORITHMS[name].description
+
+
+def _raise_if_too_many(num_ranks: int) -> None:
+    if num_ranks > MAX_RANKS:
+        raise CommsError(
+            f"{num_ranks:,} ranks are more than can be followed message by message, {MAX_RANKS} ranks at most; give "
+            "fewer, or ask what so many take: bitwright comm time"
+        )
+
+
+def _layout(
+    op: str, name: str, num_ranks: int, length: int, ranks_per_node: int | None, num_segments: int | None
+) -> Layout:
+    """What an algorithm gets to know, none of which may change nothing."""
+    per_node = ranks_per_node if ALGORITHMS[name].needs_nodes else None
+    one, two = (num_chunks(op, name, num_ranks, ranks_per_node=per_node, num_segments=m) for m in (1, 2))
+    if ranks_per_node is not None and not ALGORITHMS[name].needs_nodes:
+        aware = ", ".join(other for other, known in ALGORITHMS.items() if known.needs_nodes)
+        raise CommsError(
+            f"{name} knows no nodes, and {spell_count(ranks_per_node, 'rank')} a node change nothing; leave that "
+            f"out, or take {aware}"
+        )
+    if num_segments is not None and one == two:
+        raise CommsError(
+            f"{op} by {name} is no pipeline, and {spell_count(num_segments, 'segment')} change nothing; leave that out"
+        )
+    most = max(1, length // one)
+    if num_segments is not None and num_segments > most:
+        raise CommsError(
+            f"{spell_count(length, 'number')} make {spell_count(most, 'segment')} at most by {name}, not "
+            f"{num_segments:,}; ask for fewer, or give every rank more numbers"
+        )
+    pieces = min(_NUM_SEGMENTS, most) if num_segments is None else num_segments
+    return Layout(ranks_per_node=per_node or num_ranks, num_segments=pieces)
+
+
+def _why_not_finite(
+    given: Values,
+    start: Values,
+    found: Sequence[Sequence[float]],
+    exact: Sequence[Sequence[float]],
+    wire: WireFormat,
+) -> str | None:
+    if all(np.isfinite(row).all() for row in found):
+        return None
+    if not np.isfinite(given).all() and not all(np.isfinite(row).all() for row in exact):
+        return "the data has NaN or ∞, and so has the result"
+    largest = f"{wire.largest:,.0f}" if wire.largest < 1e9 else f"{wire.largest:.2g}"
+    limit = f"{wire.name}, whose largest number is {largest}{'' if wire.scheme.scaling is None else ' under its scale'}"
+    if not np.isfinite(start[np.isfinite(given)]).all():
+        return f"the data are finite, but beyond {limit}"
+    return f"a sum is beyond {limit}; the data are finite"
 
 
 def _steps(made: Schedule, start: Values, wire: WireFormat | None) -> Sequence[Step]:
@@ -202,5 +287,6 @@ def _kept(made: Schedule, buffers: Values) -> tuple[tuple[float, ...], ...]:
 
 def _relative_error(found: Sequence[Sequence[float]], exact: Sequence[Sequence[float]]) -> float:
     a, b = (np.concatenate([np.asarray(row) for row in rows]) for rows in (found, exact))
-    norm = float(np.linalg.norm(b))
-    return float(np.linalg.norm(a - b)) / norm if norm else 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        norm, error = np.linalg.norm(b), np.linalg.norm(a - b)
+        return float(error / norm) if norm else 0.0

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bitwright.comms.cost_model import collective_time
+from bitwright.comms.sizes import spell_count
 from bitwright.comms.topology import Curve, Topology
 from bitwright.comms.wire_bytes import WIRE_FORMS, Place
 from bitwright.errors import CommsError
@@ -125,8 +126,8 @@ def _one_curve(rows: Sequence[Timed], per_byte: float) -> tuple[Curve, list[floa
     times = np.array([row.time_s for row in rows])
     if len(set(sizes)) < 3:
         raise CommsError(
-            f"{rows[0].op} by {rows[0].algorithm} was measured at {len(set(sizes))} sizes, and a curve needs three; "
-            "give more sizes"
+            f"{rows[0].op} by {rows[0].algorithm} was measured at {spell_count(len(set(sizes)), 'size')}, and a curve "
+            "needs three; give more sizes"
         )
 
     def predicted(logs: Floats) -> Floats:

@@ -93,6 +93,15 @@ def hop_latencies_s(topology: Topology, steps: str, phases: int) -> tuple[float,
         phases: rounds through the ranks.
     """
     algorithm = "tree" if steps == "tree" else "ring"
+    found = (
+        count * hop_seconds(level, topology, algorithm)
+        for count, (level, _, _) in zip(num_hops(topology, steps, phases), topology.spanned, strict=True)
+    )
+    return 1e-6 * _BASE_US[algorithm][0] * topology.latency_ratio, tuple(found)
+
+
+def num_hops(topology: Topology, steps: str, phases: int) -> tuple[int, ...]:
+    """Return the messages one after the other at each level; arguments as of `hop_latencies_s`."""
     found = []
     for index, (level, members, below) in enumerate(topology.spanned):
         if steps == "ring":
@@ -103,8 +112,8 @@ def hop_latencies_s(topology: Topology, steps: str, phases: int) -> tuple[float,
             hops = math.ceil(math.log2(members)) if level.medium == "network" else members - 1
         else:
             hops = 1
-        found.append(phases * hops * hop_seconds(level, topology, algorithm))
-    return 1e-6 * _BASE_US[algorithm][0] * topology.latency_ratio, tuple(found)
+        found.append(phases * hops)
+    return tuple(found)
 
 
 def hop_seconds(level: Level, topology: Topology, algorithm: str) -> float:

@@ -4,7 +4,8 @@ A backend says "connection closed" or nothing for minutes. Beside its messages e
 into the store of the rendezvous: what it is about to do, and, from a thread, that it is alive. When a collective fails
 or takes longer than the timeout, the others read there
 
-    no sign of life    the process is gone, or stopped
+    no sign of life    the process is gone, or stopped; a beat tells how long its rank has been there, so that the last
+                       one, held against the reader's own time, tells how long the silence is
     behind             it lives, and is still before a step that others have reached
 
 and the error names the rank and the step. The store is a connection of its own, so that it works while the backend
@@ -53,7 +54,10 @@ class Peers:
         self.timeout_s = timeout_s
         self.device = _device(backend)
         self._step = 0
+        #: Of this machine; who starts ranks without torchrun is taken to start all of them here.
+        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         self._is_closed = threading.Event()
+        self._beats_since = time.monotonic()
         self._keeper = "torchrun" if is_kept_by_torchrun() else "rank 0"
         self._store = self._connect()
         self._thread = threading.Thread(target=self._beat, args=(self._connect(may_keep=False),), daemon=True)
@@ -63,6 +67,8 @@ class Peers:
         except CommsError:
             self.abandon()
             raise
+        # All ranks begin within moments of each other: as soon as everybody is here.
+        self._beats_since = time.monotonic()
         self._thread.start()
         self._guarded("joining", lambda: self._join(backend))
 
@@ -114,9 +120,14 @@ class Peers:
     def close(self) -> None:
         """Leave the group, once all are through."""
         self.run("leaving", dist.barrier)
-        self._is_closed.set()
-        self._thread.join()
+        self.stop_beating()
         dist.destroy_process_group()
+
+    def stop_beating(self) -> None:
+        """End the thread that tells of this rank; an interpreter that ends while it is in the store aborts."""
+        self._is_closed.set()
+        if self._thread.is_alive():
+            self._thread.join(_GONE_AFTER_S)
 
     def abandon(self) -> None:
         """Leave after an error; the rank that keeps the store stays until the others have read who failed."""
@@ -166,11 +177,9 @@ class Peers:
             raise CommsError(sentence)
 
     def _beat(self, store: TCPStore) -> None:
-        count = 0
         while not self._is_closed.wait(_BEAT_EVERY_S):
-            count += 1
             try:
-                store.set(f"beat/{self.rank}", str(count))
+                store.set(f"beat/{self.rank}", f"{time.monotonic() - self._beats_since:.2f}")
             except RuntimeError:
                 return
 
@@ -197,7 +206,9 @@ class Peers:
         except RuntimeError:
             return self._keeper_is_gone(waited_s)
         if silent:
-            return f"{_ranks(silent)} gave no sign of life for {_GONE_AFTER_S:g} s (ended, or stopped)"
+            last = max(float(after[rank] or 0) for rank in silent)
+            silence = time.monotonic() - self._beats_since - last
+            return f"{_ranks(silent)} gave no sign of life for {silence:.0f} s (ended, or stopped)"
         behind = [rank for rank, step in at.items() if step < self._step]
         if behind:
             return f"{_ranks(behind)} lives but has not come to this step within {waited_s:.0f} s"

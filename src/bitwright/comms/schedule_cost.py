@@ -8,14 +8,14 @@ with V the bytes that the step puts on that link in that direction: a rank's own
 crosses the links of the unit it leaves and of the one it enters. α, B and H are those of a message at the outermost
 level that the step crosses (the curve of `send_recv` there, which `comm fit` finds; an α that nobody measured is that
 of the library's messages). Half of α tells the sender that there is room, and half is the way of the data: who has
-waited for a message for longer than that has told already, and who has sent it does not wait for it to arrive. Where
-several ranks each send to several at once, some links run dry while others have a queue: there B and H are of the
-level's all-to-all, if somebody measured it. Ranks wait only for their partners, so that steps of a pipeline overlap
-where the schedule lets them. A step in which all ranks do alike has a closed form, `step_cost`.
+waited for a message for longer than that has told already, and who has sent it does not wait for it to arrive. Ranks
+wait only for their partners, so that steps of a pipeline overlap where the schedule lets them. A step in which all
+ranks do alike has a closed form, `step_cost`.
 
-What it does not know: two steps of different ranks that happen to share a link at one time, and the work of the
-processor that adds and copies. Sources: Hockney 1994 (α + S/B); Culler et al. 1993, LogP (clocks by process);
-the clear-to-send messages of NCCL's network transports and of Gloo's buffers.
+What it does not know: two steps of different ranks that happen to share a link at one time; links that run dry while
+others still have a queue, where several ranks each send to several at once (a tenth to a fifth, in benchmarks/network);
+and the work of the processor that adds and copies. Sources: Hockney 1994 (α + S/B); Culler et al. 1993, LogP (clocks by
+process); the clear-to-send messages of NCCL's network transports and of Gloo's buffers.
 """
 
 from __future__ import annotations
@@ -31,22 +31,6 @@ from bitwright.errors import CommsError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Rate:
-    """How fast bytes pass the links of a unit."""
-
-    #: Bytes a second that they carry for one of its ranks, and for all of them.
-    of_rank: float
-    of_unit: float
-    #: Bytes on a link of which half as many pass in a second.
-    half_size: float
-
-    def seconds(self, load: float, is_of_rank: bool) -> float:
-        if load <= 0:
-            return 0.0
-        return load / (self.of_rank if is_of_rank else self.of_unit) * (1 + math.sqrt(self.half_size / load))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Tier:
     """A level as messages see it: units of `size` ranks are joined, each through links of so many bytes a second."""
 
@@ -55,9 +39,16 @@ class _Tier:
     size: int
     curve: Curve
     latency_s: float
-    #: Of messages one at a time, and of an exchange among several.
-    alone: _Rate
-    crowded: _Rate
+    #: What the links of one unit carry for one of its ranks, and for all of them.
+    rank_rate: float
+    unit_rate: float
+
+    def seconds(self, load: float, is_of_rank: bool) -> float:
+        """How long a link of a unit, or one rank's share of it, takes for so many bytes."""
+        if load <= 0:
+            return 0.0
+        rate = self.rank_rate if is_of_rank else self.unit_rate
+        return load / rate * (1 + math.sqrt(self.curve.half_size_bytes / load))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,8 +107,8 @@ def step_cost(topology: Topology, index: int, num_bytes: float) -> StepCost:
         num_bytes: of each rank.
     """
     tiers = _tiers(topology)
-    links = [tier.alone.seconds(num_bytes, True) for tier in tiers[: index + 1]]
-    links += [tier.alone.seconds(num_bytes * tier.size, False) for tier in tiers[1 : index + 1]]
+    links = [tier.seconds(num_bytes, True) for tier in tiers[: index + 1]]
+    links += [tier.seconds(num_bytes * tier.size, False) for tier in tiers[1 : index + 1]]
     tier = tiers[index]
     seconds = tier.latency_s + max(links)
     return StepCost(
@@ -130,23 +121,12 @@ def _take(
 ) -> None:
     sent = [(item, _links(item, tiers)) for item in step if item.source != item.destination]
     loads: dict[tuple[int, int, bool, bool], float] = {}
-    to: dict[tuple[int, int], set[int]] = {}
-    come: dict[tuple[int, int], set[int]] = {}
     for item, keys in sent:
         for key in keys:
             loads[key] = loads.get(key, 0.0) + (item.stop - item.first) * chunk
-            to.setdefault((key[0], item.source), set()).add(item.destination)
-            come.setdefault((key[0], item.destination), set()).add(item.source)
     starts = list(clocks)
     for item, keys in sent:
-        times = []
-        for key in keys:
-            index, _, _, is_of_rank = key
-            is_crowded = len(to[index, item.source]) > 1 and len(come[index, item.destination]) > 1
-            tier = tiers[index]
-            rate = tier.crowded if is_crowded else tier.alone
-            times.append((rate.seconds(loads[key], is_of_rank), tier.kind))
-        seconds, kind = max(times)
+        seconds, kind = max((tiers[key[0]].seconds(loads[key], key[3]), tiers[key[0]].kind) for key in keys)
         crossed = tiers[max(key[0] for key in keys)]
         way = crossed.latency_s / 2
         sent_at = max(starts[item.source], starts[item.destination] + way) + seconds
@@ -171,29 +151,20 @@ def _links(item: Transfer, tiers: list[_Tier]) -> list[tuple[int, int, bool, boo
 
 def _tiers(topology: Topology) -> list[_Tier]:
     found = []
-    for level, members, below in topology.spanned:
+    for level, _, below in topology.spanned:
         curve = level.curve("send_recv", "direct") or level.curve("all_reduce", "ring")
         if curve is None:
             ceiling = 0.83 * level.one_way_gb_per_s
             curve = Curve(algorithm="direct", ceiling_gb_per_s=ceiling, half_size_bytes=0.0)
-        among = next((c for c in level.curves if c.algorithm == "pairwise" and "all_to_all" in c.ops), None)
-        share = below if level.is_shared else 1
-        alone = _rate(curve.ceiling_gb_per_s, curve.half_size_bytes, below, share)
-        # A curve's half size is of the collective's bytes, of which a rank keeps its own part.
-        crowded = among and _rate(among.ceiling_gb_per_s, among.half_size_bytes * (members - 1) / members, below, share)
+        rate = 1e9 * curve.ceiling_gb_per_s
         found.append(
             _Tier(
                 kind=level.kind,
                 size=below,
                 curve=curve,
                 latency_s=message_seconds(level, topology) if curve.latency_s is None else curve.latency_s,
-                alone=alone,
-                crowded=crowded or alone,
+                rank_rate=rate * (below if level.is_shared else 1),
+                unit_rate=rate * below,
             )
         )
     return found
-
-
-def _rate(ceiling_gb_per_s: float, half_size: float, below: int, share: int) -> _Rate:
-    ceiling = 1e9 * ceiling_gb_per_s
-    return _Rate(of_rank=ceiling * share, of_unit=ceiling * below, half_size=half_size)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bitwright.comms.schedule import Schedule, Transfer
+from bitwright.comms.sizes import spell_count
 from bitwright.errors import CommsError
 
 Values = npt.NDArray[np.floating]
@@ -38,7 +39,8 @@ def simulate(schedule: Schedule, buffers_NL: npt.ArrayLike, *, settle: Change | 
     buffers = np.array(buffers_NL)
     if buffers.ndim != 2 or len(buffers) != schedule.num_ranks:
         raise CommsError(
-            f"buffers of shape {list(buffers.shape)} for {schedule.num_ranks} ranks; give one row for each rank"
+            f"buffers of shape {list(buffers.shape)} for {spell_count(schedule.num_ranks, 'rank')}; give one row for "
+            "each rank"
         )
     if not np.issubdtype(buffers.dtype, np.floating):
         buffers = buffers.astype(np.float64)
@@ -46,7 +48,8 @@ def simulate(schedule: Schedule, buffers_NL: npt.ArrayLike, *, settle: Change | 
     if schedule.op == "all_to_all":
         if length % schedule.num_ranks:
             raise CommsError(
-                f"an all-to-all of {length} elements over {schedule.num_ranks} ranks; take a multiple of the ranks"
+                f"an all-to-all of {spell_count(length, 'element')} over {schedule.num_ranks} ranks; take a multiple "
+                "of the ranks"
             )
         doubled = np.concatenate([buffers, np.zeros_like(buffers)], axis=1)
         return run(schedule.transfers, doubled, schedule.bounds(2 * length), settle)[:, length:]
@@ -60,8 +63,10 @@ def run(
     settle: Change | None = None,
 ) -> Values:
     """Change buffers [ranks, length] in place, step by step, and return them; `bounds` is where chunks start."""
-    for _, step in groupby(transfers, key=lambda transfer: transfer.step):
-        _run_step(list(step), buffers, bounds, settle)
+    # What overflows is ∞ and ∞ − ∞ is NaN, for ranks as here: a result, and no accident of the interpreter.
+    with np.errstate(over="ignore", invalid="ignore"):
+        for _, step in groupby(transfers, key=lambda transfer: transfer.step):
+            _run_step(list(step), buffers, bounds, settle)
     return buffers
 
 

@@ -1,4 +1,4 @@
-"""Bytes as people write them for collectives: one size, several, or a range.
+"""Bytes as people write them for collectives: one size, several, or a range; and counts with their noun.
 
 64MiB        8B,1KiB,3MiB        8B..256MiB        (units are powers of two: K and KiB are 1,024 bytes)
 """
@@ -31,9 +31,14 @@ def parse_sizes(text: str, factor: int = 4) -> tuple[int, ...]:
     return (*found, last)
 
 
+def spell_count(number: int, noun: str) -> str:
+    """``"1 rank"``, ``"1,024 ranks"``: a noun whose plural ends in s."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def _parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = "" if match is None else match[2].upper()
-    if match is None or (unit or "B") not in _UNITS or float(match[1]) <= 0:
+    if match is None or (unit or "B") not in _UNITS or float(match[1]) * _UNITS[unit or "B"] < 1:
         raise CommsError(f"size {text.strip()!r} cannot be read; write 8B, 64KiB or 256MiB")
     return int(float(match[1]) * _UNITS[unit or "B"])

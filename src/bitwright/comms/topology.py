@@ -24,6 +24,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from bitwright.comms.sizes import spell_count
 from bitwright.errors import CommsError
 from bitwright.hardware.device import Certainty
 
@@ -118,19 +119,28 @@ class Topology:
     def with_counts(self, counts: tuple[int, ...]) -> Topology:
         """Return the cluster of so many members at each level; levels that are not named have one.
 
+        The outermost level takes any count: clusters grow there, node by node, at the same rate of each rank's links.
+        `grown` says where that is more than the level was described with.
+
         Raises:
             CommsError: more levels than there are, or more members than the innermost ones join.
         """
         if len(counts) > len(self.levels):
             raise CommsError(
                 f"{'x'.join(map(str, counts))} names {len(counts)} levels, but {self.name} has "
-                f"{' and '.join(level.kind for level in self.levels)}; give {len(self.levels)} counts at most"
+                f"{' and '.join(level.kind for level in self.levels)}; give "
+                f"{spell_count(len(self.levels), 'count')} at most"
             )
         for level, count in zip(self.levels, counts, strict=False):
             if count < 1 or (level is not self.levels[-1] and count > level.members):
                 raise CommsError(f"{self.name} joins 1 to {level.members} by {level.kind}, not {count}; name fewer")
         filled = counts + (1,) * (len(self.levels) - len(counts))
         return replace(self, counts=filled)
+
+    @property
+    def grown(self) -> tuple[tuple[Level, int], ...]:
+        """(level, members that take part), of the levels that have more than they were described with."""
+        return tuple((x, count) for x, count in zip(self.levels, self.counts, strict=True) if count > x.members)
 
     def group(self, num_ranks: int, *, stride: int = 1) -> Topology:
         """Return the ranks 0, stride, 2·stride, … as a topology of their own.
@@ -144,8 +154,8 @@ class Topology:
         """
         if num_ranks < 1 or stride < 1 or num_ranks * stride > self.num_ranks:
             raise CommsError(
-                f"a group of {num_ranks} ranks {stride} apart does not fit into the {self.num_ranks} ranks of "
-                f"{self.spelled}; take a smaller group or a larger cluster"
+                f"a group of {spell_count(num_ranks, 'rank')} {stride} apart does not fit into the "
+                f"{spell_count(self.num_ranks, 'rank')} of {self.spelled}; take a smaller group or a larger cluster"
             )
         counts = []
         left, apart = num_ranks, stride

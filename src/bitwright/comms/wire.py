@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from bitwright import formats
 from bitwright.catalog import nearest_name_hint
-from bitwright.comms.collectives import schedule, stream
+from bitwright.comms.collectives import num_chunks, schedule, stream
 from bitwright.comms.simulate import Values, run, simulate
 from bitwright.errors import CommsError, UnknownName
 from bitwright.quantize.granularity import group
@@ -56,13 +56,19 @@ class WireFormat:
         scales = 0 if self.scheme.scaling is None else 4 * -(-length // BLOCK_SIZE)
         return -(-length * formats.FORMATS[self.scheme.format].bits // 8) + scales
 
+    @property
+    def largest(self) -> float:
+        """The largest number that travels: the format's own, or what its fp32 scale reaches."""
+        return float(formats.FORMATS["fp32" if self.scheme.scaling is not None else self.scheme.format].max)
+
     def rounded(self, values: npt.ArrayLike) -> Values:
         """Return what is left of values [..., length]: fp32 of the same shape, blocks along the last dimension.
 
         A block with NaN or ∞ under a scale is NaN throughout: nothing of it is to be trusted. Without a scale, what is
         too large becomes ∞ where the format has it.
         """
-        x = np.asarray(values, dtype=np.float32)
+        with np.errstate(over="ignore"):
+            x = np.asarray(values, dtype=np.float32)  # ∞ where fp32 is too small
         if self.scheme.format == "fp32":
             return x
         if self.scheme.scaling is None:
@@ -107,13 +113,15 @@ def wire_format(name: str) -> WireFormat:
     Raises:
         UnknownName: nothing travels under that name.
     """
-    written = name.strip().lower()
-    canonical = written if written in WIRE_FORMATS else formats.resolve(name)
+    written, known = name.strip().lower(), list(WIRE_FORMATS)
+    of_wire = f"{nearest_name_hint(written, known)} Formats of the wire: {', '.join(known)}"
+    try:
+        canonical = written if written in WIRE_FORMATS else formats.resolve(name)
+    except UnknownName as error:
+        # Its own message lists formats that do not travel.
+        raise UnknownName(f"unknown format of the wire {name!r}{of_wire}") from error
     if canonical not in WIRE_FORMATS:
-        known = list(WIRE_FORMATS)
-        raise UnknownName(
-            f"format {name!r} does not travel{nearest_name_hint(name, known)} Formats of the wire: {', '.join(known)}"
-        )
+        raise UnknownName(f"format {name!r} does not travel{of_wire}")
     return WIRE_FORMATS[canonical]
 
 
@@ -181,10 +189,8 @@ def _sum_at_rank_zero(start: Values, wire: WireFormat, algorithm: str) -> Values
     if algorithm == "two_shot":
         # What its two steps do, in one place: contributions added in fp32 by rank, rounded once.
         return wire.rounded(np.add.reduce(start, axis=0, dtype=np.float32))
-    chunks = schedule("all_reduce", algorithm, 2).num_chunks if algorithm == "tree" else count
+    chunks = num_chunks("all_reduce", algorithm, count)
     bounds = [index * length // chunks for index in range(chunks + 1)]
-    if algorithm == "recursive_doubling":
-        bounds = [0, length]
     return run(stream("all_reduce", algorithm, count), start.copy(), bounds, wire.rounded)[0]
 
 

@@ -52,6 +52,10 @@ class ModelShape:
     head_weights: int
     #: Norms, biases, learned positions, routers.
     other_parameters: int
+    #: Most tokens of a sequence that the model has positions for, or was trained on; None: nobody says.
+    max_positions: int | None = None
+    #: Whether each position is a vector of its own, so that there is none beyond the last.
+    has_learned_positions: bool = False
 
     def __post_init__(self) -> None:
         raise_if_not_positive(
@@ -102,11 +106,15 @@ def shape_from_sizes(
     norm: Norm,
     biases: Biases = "none",
     num_positions: int = 0,
+    trained_positions: int | None = None,
     is_head_tied: bool = False,
     num_experts: int = 1,
     experts_per_token: int = 1,
 ) -> ModelShape:
     """Return the shape of a decoder whose sizes are known, with its parameters counted as above.
+
+    Positions are learned (`num_positions` vectors), or computed, and then `trained_positions` tells how many tokens the
+    model has seen at once.
 
     Raises:
         HardwareError: a size is not positive.
@@ -138,4 +146,6 @@ def shape_from_sizes(
         embedding_weights=vocab_size * hidden_size,
         head_weights=0 if is_head_tied else vocab_size * hidden_size,
         other_parameters=num_layers * per_layer + norms + num_positions * hidden_size,
+        max_positions=num_positions or trained_positions,
+        has_learned_positions=num_positions > 0,
     )

@@ -40,6 +40,7 @@ class _ShapeFile(BaseModel):
     norm: Norm
     biases: Biases = "none"
     num_positions: Annotated[int, Field(ge=0)] = 0
+    trained_positions: _Count | None = None
     is_head_tied: bool = False
     num_experts: _Count = 1
     experts_per_token: _Count = 1

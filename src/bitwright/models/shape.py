@@ -84,6 +84,16 @@ def model_shape(model: nn.Module, *, name: str) -> ModelShape:
         embedding_weights=embedding,
         head_weights=head,
         other_parameters=num_parameters - linear_weights - embedding - head,
+        max_positions=(positions := getattr(_text_config(model), "max_position_embeddings", None)),
+        has_learned_positions=positions is not None and _has_learned_positions(model),
+    )
+
+
+def _has_learned_positions(model: nn.Module) -> bool:
+    """Whether positions have vectors of their own: GPT-2's `wpe`, OPT's `embed_positions`, …"""
+    return any(
+        isinstance(module, nn.Embedding) and ("position" in (last := name.rpartition(".")[2]) or last == "wpe")
+        for name, module in model.named_modules()
     )
 
 

@@ -10,8 +10,8 @@ table in names.py; there is no branch on an architecture.
     model.layers.0.mlp.experts.3.down              one expert's matrix
     lm_head                                        the head; if it is the embedding too: one site with two uses
 
-Norms, biases and position embeddings are no sites. A linear layer that no row of the table knows has role ``other``;
-none is dropped.
+Norms, biases and position embeddings are no sites, nor are layers that hold packed codes: their precision is chosen. A
+linear layer that no row of the table knows has role ``other``; none is dropped.
 """
 
 from __future__ import annotations
@@ -165,7 +165,10 @@ def site_weight(model: nn.Module, site: Site) -> Tensor:
 def _sites_of_module(
     name: str, module: nn.Module, config: Any, embedding: nn.Module | None, head: nn.Module | None
 ) -> Iterator[Site]:
-    if module is embedding:
+    if has_codes(module):
+        # its precision is chosen; experts are asked parameter by parameter
+        yield from _experts(name, module, config)
+    elif module is embedding:
         yield _matrix(name, module, "embedding")
     elif module is head:
         yield _matrix(name, module, "lm_head")
@@ -178,8 +181,19 @@ def _sites_of_module(
         yield from _experts(name, module, config)
 
 
+def has_codes(module: nn.Module) -> bool:
+    """Whether packed codes (`inference/packed`) stand where a module had a weight."""
+    return any(getattr(child, "holds_codes", False) for child in module.children())
+
+
 def _matrix(name: str, module: nn.Module, role: str, *, transposed: bool = False) -> Site:
-    rows, columns = module.get_parameter("weight").shape
+    weight = module._parameters.get("weight")
+    if weight is None:
+        raise ModelError(
+            f"the weight of '{name}', a {type(module).__name__}, is no parameter but computed from others; take that "
+            "off first: torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')"
+        )
+    rows, columns = weight.shape
     return Site(
         name=name,
         kind="weight",

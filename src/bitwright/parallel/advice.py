@@ -19,24 +19,28 @@ from bitwright.parallel.numerics import Numerics
 from bitwright.parallel.step_time import StepTime, step_time
 from bitwright.parallel.traffic import sent_bytes
 
-#: Part → what it is, for people.
-PART_TITLES = {
-    "linear": "products",
-    "attention": "attention",
-    "elementwise": "elementwise work",
-    "quantize": "turning operands into codes",
-    "host": "waiting for the host",
-    "head": "head and loss",
-    "tp": "tensor-parallel collectives",
-    "cp": "context-parallel exchange",
-    "ep": "expert exchange",
-    "pp": "passing activations on",
-    "bubble": "pipeline bubble",
-    "dp": "gradients and parameters",
-    "optimizer": "optimizer",
+#: What takes time → the part that it is, and what makes it less.
+_KINDS = {
+    "products": ("linear", "fewer bits make them faster (--policy), more GPUs share them"),
+    "attention": ("attention", "shorter sequences make it less (--seq)"),
+    "elementwise work": ("elementwise", "fused kernels make it less, and tensor parallelism shares it (--fix tp=)"),
+    "turning operands into codes": ("quantize", "recipes without a pass for scales make it less (--policy)"),
+    "waiting for the host": ("host", "captured graphs or larger micro-batches make it less (--fix micro_batch=)"),
+    "head and loss": ("head", "tensor parallelism shares it (--fix tp=)"),
+    "pipeline bubble": ("bubble", "more micro-batches or another schedule fill it (--global-batch, --fix schedule=)"),
+    "optimizer": ("optimizer", "ZeRO shares it (--fix zero=1)"),
 }
+_RECOMPUTATION = "recomputation"
+_REMEDIES = {name: remedy for name, (_, remedy) in _KINDS.items()} | {
+    _RECOMPUTATION: "more memory saves it: more GPUs, smaller micro-batches (--fix micro_batch=1), more ZeRO",
+    "exposed communication": "faster links, fewer bits on the wire or larger batches hide more of it (--global-batch)",
+}
+#: What the model itself asks for, however it is divided.
+_OWN = ("products", "attention", "head and loss")
 #: Recomputation → what it computes again.
 _RECOMPUTED = {"selective": "scores of attention", "operations": "every other product", "full": "whole layers"}
+#: Shares of a step below this are not worth a word.
+_LEAST_SHARE = 0.005
 #: Gains below this are not worth a line.
 _LEAST_GAIN = 0.005
 
@@ -49,6 +53,16 @@ class Change:
     #: Of tokens per second; negative where it would be slower.
     gain: float
     note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankedPart:
+    """Something that takes time."""
+
+    what: str
+    seconds: float
+    #: Of the step.
+    share: float
 
 
 def reason_of(job: Job, time: StepTime) -> str:
@@ -108,10 +122,30 @@ def _spell(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.3g} MiB"
 
 
+def ranked_parts(time: StepTime) -> tuple[RankedPart, ...]:
+    """Return everything that takes time, longest first; what is computed again is told apart from what has to be."""
+    again = time.recomputed
+    seconds = {"exposed communication": time.exposed_s, _RECOMPUTATION: again.compute}
+    for name, (part, _) in _KINDS.items():
+        seconds[name] = time.parts[part] - getattr(again, part, 0.0)
+    ranked = sorted(seconds.items(), key=lambda part: -part[1])
+    return tuple(RankedPart(what=name, seconds=took, share=took / time.seconds) for name, took in ranked)
+
+
 def bottleneck_of(time: StepTime) -> str:
-    """Return what takes longest beside the model's own products, with its share."""
-    name = time.bottleneck
-    return f"{PART_TITLES[name]}: {time.parts[name] / time.seconds:.0%} of the step"
+    """Return what takes longest, with its share and what makes it less."""
+    first = ranked_parts(time)[0]
+    return f"{first.what}: {first.share:.0%} of the step; {_REMEDIES[first.what]}"
+
+
+def beside_it(time: StepTime) -> str:
+    """Return what else takes time, in order, and what makes the first less that the model itself does not ask for."""
+    rest = [part for part in ranked_parts(time)[1:] if part.share >= _LEAST_SHARE]
+    told = [f"{part.what} {part.share:.0%}" for part in rest]
+    first = next((index for index, part in enumerate(rest) if part.what not in _OWN), None)
+    if first is not None:
+        told[first] += f" ({_REMEDIES[rest[first].what]})"
+    return "; ".join(told)
 
 
 def changes(job: Job, time: StepTime, others: Sequence[Numerics] = ()) -> tuple[Change, ...]:

@@ -90,6 +90,29 @@ def raise_if_not_modelled(shape: ModelShape) -> None:
         )
 
 
+def raise_if_too_long(shape: ModelShape, sequence: int) -> None:
+    """Raise if a sequence has more tokens than a model has learned positions.
+
+    Raises:
+        ParallelError: so it is.
+    """
+    if shape.has_learned_positions and shape.max_positions is not None and sequence > shape.max_positions:
+        raise ParallelError(
+            f"sequences of {sequence} tokens are more than the {shape.max_positions:,} learned positions of "
+            f"{shape.name}, which has none beyond; give at most {shape.max_positions}"
+        )
+
+
+def position_note(shape: ModelShape, sequence: int) -> str:
+    """Return what to know of a sequence that is longer than any that the model was trained on; "" where it is not."""
+    if shape.max_positions is None or sequence <= shape.max_positions:
+        return ""
+    return (
+        f"sequences of {sequence} tokens are more than the {shape.max_positions:,} positions of {shape.name}; figures "
+        "hold for a model of its sizes that was made for longer ones (scaled rotary positions)"
+    )
+
+
 def raise_if_no_device(topology: Topology, device: Device | None) -> None:
     """Raise if neither a device is given nor the topology names one.
 

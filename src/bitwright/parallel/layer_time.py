@@ -13,7 +13,8 @@ With T tokens of a GPU, h hidden, q and kv columns of the heads, f columns of th
     tp           2 all-reduces of T·h activations each way; with sequence parallelism as many bytes in all-gathers and
                  reduce-scatters, and two more gathers backward
     host         what starting a layer of experts takes beyond all that
-    cp           keys and values around a ring, behind attention: only what attention does not cover
+    cp           keys and values around a ring, and backward their gradients: what a block's hop adds to the attention
+                 that it runs beside (`overlap.both_s`)
     ep           2 all-to-alls of T·k·h each way; where a token goes to a GPU, or across nodes to a node, only once, of
                  T·h·E(distinct places), p·(1-(1-1/p)^k) of p places
 
@@ -29,6 +30,7 @@ from dataclasses import dataclass, fields, replace
 from bitwright.hardware.roofline import compute_format, matmul_tflops
 from bitwright.parallel.gemm_time import gemm_time, move_time_s, quantize_time_s
 from bitwright.parallel.job import Job
+from bitwright.parallel.overlap import both_s
 
 #: Bytes moved per score and bit of a score, where scores are stored: 13 and 20 bytes at 16 bits.
 _STORED_FORWARD, _STORED_BACKWARD = 13 / 16, 20 / 16
@@ -143,15 +145,20 @@ def backward_time(job: Job) -> PassTime:
         ),
         2 * job.software.expert_host_s,
     )
+    return found + recomputed_time(job)
+
+
+def recomputed_time(job: Job) -> PassTime:
+    """Return the seconds of what a backward pass over one layer computes again."""
     if job.layout.recompute == "none":
-        return found
+        return PassTime()
     again = forward_time(job)
     repeated = {
         "selective": PassTime(attention=again.attention),
         "operations": PassTime(linear=again.linear / 2, elementwise=again.elementwise, quantize=again.quantize / 2),
         "full": again,
     }
-    return found + repeated[job.layout.recompute]
+    return repeated[job.layout.recompute]
 
 
 def weight_gradient_time(job: Job) -> PassTime:
@@ -255,8 +262,8 @@ def _context_parallel(job: Job, *, times: int) -> float:
     columns = max(1, shape.num_kv_heads * shape.head_dim // job.layout.tp)
     num_bytes = 2 * job.tokens * columns * job.numerics.activation_bits / 8
     hop = job.tuned_network.seconds("send_recv", num_bytes, ranks=2, stride=job.layout.stride("cp"))
-    covered = attention_time(job, is_backward=times > 1) / cp
-    return times * (cp - 1) * max(0.0, hop - covered)
+    block = attention_time(job, is_backward=times > 1) / cp
+    return (cp - 1) * (both_s(block, times * hop, job.efficiency.contention) - block)
 
 
 def exchanged_bytes(job: Job) -> float:

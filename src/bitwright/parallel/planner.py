@@ -10,9 +10,11 @@ and how little the alternatives would change. Nothing is fitted here.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from bitwright.comms.topology import Topology
 from bitwright.errors import CommsError, ParallelError
@@ -28,13 +30,14 @@ from bitwright.parallel.job import (
     device_of,
     raise_if_no_device,
     raise_if_not_modelled,
+    raise_if_too_long,
 )
 from bitwright.parallel.layout import Layout, Recompute
 from bitwright.parallel.memory import LayoutMemory, MemoryFacts, layout_memory
 from bitwright.parallel.network import ClusterNetwork
 from bitwright.parallel.numerics import Numerics, numerics_of
 from bitwright.parallel.policy_memory import memory_facts
-from bitwright.parallel.search_space import layouts, recomputes
+from bitwright.parallel.search_space import dp_sizes, layouts, possible_sizes, raise_if_no_axes, recomputes
 from bitwright.parallel.step_time import StepTime, step_time
 from bitwright.training import choose
 from bitwright.training.policy import Policy
@@ -48,8 +51,8 @@ class PlanRequest:
     """What is to be planned.
 
     Raises:
-        ParallelError: a size is not positive, the model is not modelled (`raise_if_not_modelled`), or the cluster's
-            device is not known.
+        ParallelError: a size is not positive, the model is not modelled (`raise_if_not_modelled`) or has fewer
+            positions, an axis cannot be given so, or the cluster's device is not known.
     """
 
     shape: ModelShape
@@ -70,12 +73,19 @@ class PlanRequest:
         for name in ("sequence", "global_batch"):
             if getattr(self, name) < 1:
                 raise ParallelError(f"{name} is {getattr(self, name)}; give a positive number")
+        raise_if_too_long(self.shape, self.sequence)
+        raise_if_no_axes(self.fixed)
         raise_if_no_device(self.topology, self.device)
 
     @property
     def used_device(self) -> Device:
         """The device that is planned for."""
         return device_of(self.topology, self.device)
+
+    @property
+    def searched(self) -> dict[str, Any]:
+        """What every search for layouts is about, by the names that `search_space` has for it."""
+        return {"sequence": self.sequence, "num_gpus": self.topology.num_ranks, "node": self.topology.counts[0]}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,9 +124,14 @@ class ParallelPlan:
     candidates: tuple[Candidate, ...]
     nearest_miss: NearestMiss | None
     num_fit: int
+    #: Of those that fit: slower variants, in micro-batch or schedule, of one that is kept.
+    num_alike: int
     num_too_large: int
     #: Why layouts cannot be → how many.
     refused: tuple[tuple[str, int], ...]
+    #: Sizes of dp that the cluster has and that do not divide the batch, and the least batch that all divide.
+    ruled_out_dp: tuple[int, ...]
+    even_batch: int
     device: Device
     efficiency_reason: str
 
@@ -134,8 +149,8 @@ def plan_layouts(request: PlanRequest, *, limit: int = 5) -> ParallelPlan:
         limit: how many at most.
 
     Raises:
-        ParallelError: no layout divides the model, the batch and the cluster, and the commonest reason is named; or
-            the device does not multiply as a policy asks.
+        ParallelError: no layout divides the model, the batch and the cluster, and the commonest reason is named, with
+            the sizes that given axes may have; or the device does not multiply as a policy asks.
     """
     device = request.used_device
     efficiency, reason = efficiency_of(device)
@@ -168,24 +183,52 @@ def plan_layouts(request: PlanRequest, *, limit: int = 5) -> ParallelPlan:
                 continue
             fitting.append(Candidate(job=fits[0], memory=fits[1], time=time, policy=policy.name))
     if not fitting and miss is None:
-        commonest = f"; most often: {refused.most_common(1)[0][0]}" if refused else ""
-        raise ParallelError(
-            f"no layout divides {request.shape.name}, {request.global_batch} sequences and "
-            f"{request.topology.num_ranks} GPUs{commonest}; change the batch or the cluster"
-        )
+        raise ParallelError(_nothing_found(request, refused))
     fitting.sort(key=lambda found: found.time.seconds)
+    distinct = _distinct(fitting)
+    copies = dp_sizes(request.shape, **request.searched, fixed=dict(request.fixed))
     return ParallelPlan(
-        candidates=_distinct(fitting, limit),
+        candidates=distinct[:limit],
         nearest_miss=None if fitting else miss,
         num_fit=len(fitting),
+        num_alike=len(fitting) - len(distinct),
         num_too_large=too_large,
         refused=tuple(refused.most_common()),
+        ruled_out_dp=tuple(dp for dp in copies if request.global_batch % dp),
+        even_batch=math.lcm(*copies),
         device=device,
         efficiency_reason=reason,
     )
 
 
-def _distinct(fitting: Sequence[Candidate], limit: int) -> tuple[Candidate, ...]:
+def _nothing_found(request: PlanRequest, refused: Counter[str]) -> str:
+    """What to say where there is no layout: the commonest reason, and which of the given axes could be otherwise."""
+    fixed = dict(request.fixed)
+    given = f" with {', '.join(f'{axis}={value}' for axis, value in fixed.items())}" if fixed else ""
+    commonest = f"; most often: {refused.most_common(1)[0][0]}" if refused else ""
+    said = (
+        f"no layout divides {request.shape.name}, {request.global_batch} sequences and "
+        f"{request.topology.num_ranks} GPUs{given}{commonest}"
+    )
+
+    def may_be(axis: str, others: dict[str, int | str]) -> str:
+        found = possible_sizes(
+            axis, request.shape, **request.searched, global_batch=request.global_batch, fixed=others
+        )  # fmt: skip
+        # Its own value stands there where the network is what refuses it.
+        return f"{axis} may be {', '.join(map(str, found))}" if found and fixed[axis] not in found else ""
+
+    axes = [axis for axis in fixed if axis != "recompute"]
+    one = [told for axis in axes if (told := may_be(axis, fixed))]
+    if one:
+        return f"{said}; {'; or '.join(one)}{' (the others as given)' if len(fixed) > 1 else ''}"
+    alone = [told for axis in axes if (told := may_be(axis, {}))]
+    if alone:
+        return f"{said}; {'; '.join(f'alone, {told}' for told in alone)}"
+    return f"{said}; change the batch or the cluster"
+
+
+def _distinct(fitting: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """The best of each (policy, tp, pp, cp, ep, ZeRO): variations in micro-batches say little beside it."""
     kept: dict[tuple[object, ...], Candidate] = {}
     for found in fitting:
@@ -193,7 +236,7 @@ def _distinct(fitting: Sequence[Candidate], limit: int) -> tuple[Candidate, ...]
         kept.setdefault(
             (found.policy, layout.tp, layout.pp, layout.cp, layout.ep, layout.zero, layout.zero_group), found
         )
-    return tuple(kept.values())[:limit]
+    return tuple(kept.values())
 
 
 def _jobs(
@@ -202,10 +245,8 @@ def _jobs(
     network = ClusterNetwork(topology=request.topology)
     found = layouts(
         request.shape,
-        sequence=request.sequence,
+        **request.searched,
         global_batch=request.global_batch,
-        num_gpus=request.topology.num_ranks,
-        node=request.topology.counts[0],
         fixed=dict(request.fixed),
         refused=refused,
     )

@@ -14,9 +14,10 @@ Recomputation is not here: it costs time whatever else there is, so the planner 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
 
+from bitwright.errors import ParallelError
 from bitwright.hardware.model_shape import ModelShape
 from bitwright.parallel.layout import Layout, Recompute, Schedule, why_not
 
@@ -31,6 +32,10 @@ _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
 )
 #: From what costs no time to what costs most.
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "operations", "full")
+#: Axes that can be given with a size → the least of it: ZeRO 0 divides nothing, a group of 0 is all GPUs.
+LEAST_SIZES = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0, "zero_group": 0, "micro_batch": 1, "interleave": 1}
+#: Axes that can be given with a word → the words.
+WORDS: Mapping[str, tuple[str, ...]] = {"schedule": get_args(Schedule), "recompute": get_args(Recompute)}
 #: Tokens of a sequence from which it is worth cutting.
 _LONG_SEQUENCE = 16384
 
@@ -78,6 +83,62 @@ def layouts(
                         yield layout
                     else:
                         refused[reason] += 1
+
+
+def raise_if_no_axes(fixed: Sequence[tuple[str, int | str]]) -> None:
+    """Raise for what cannot be given.
+
+    Raises:
+        ParallelError: no such axis, a size below its least, an unknown word, or an axis twice.
+    """
+    seen: dict[str, int | str] = {}
+    for axis, value in fixed:
+        if axis in seen:
+            raise ParallelError(f"{axis}={seen[axis]} and {axis}={value} cannot both be; give {axis} once")
+        seen[axis] = value
+        if axis in WORDS:
+            if value not in WORDS[axis]:
+                raise ParallelError(f"{axis} is {value!r}; there are {', '.join(WORDS[axis])}")
+        elif axis not in LEAST_SIZES:
+            raise ParallelError(f"there is no axis {axis!r} to give; there are {', '.join((*LEAST_SIZES, *WORDS))}")
+        elif not isinstance(value, int) or value < LEAST_SIZES[axis]:
+            raise ParallelError(
+                f"{axis} is {value}; its least size is {LEAST_SIZES[axis]}: correct it, or leave it out"
+            )
+
+
+def possible_sizes(
+    axis: str,
+    shape: ModelShape,
+    *,
+    sequence: int,
+    global_batch: int,
+    num_gpus: int,
+    node: int,
+    fixed: Mapping[str, Any],
+) -> tuple[int | str, ...]:
+    """Return the sizes, or words, of one axis with which there is a layout; other arguments as `layouts` has them."""
+    divided = {"micro_batch": global_batch, "ep": shape.num_experts, "interleave": shape.num_layers}.get(axis, num_gpus)
+    sizes = range(4) if axis == "zero" else [size for size in range(1, divided + 1) if divided % size == 0]
+    found: list[int | str] = []
+    for value in WORDS.get(axis, tuple(sizes)):
+        tried = layouts(
+            shape,
+            sequence=sequence,
+            global_batch=global_batch,
+            num_gpus=num_gpus,
+            node=node,
+            fixed={**fixed, axis: value},
+            refused=Counter(),
+        )
+        if next(tried, None) is not None:
+            found.append(value)
+    return tuple(found)
+
+
+def dp_sizes(shape: ModelShape, *, sequence: int, num_gpus: int, node: int, fixed: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of data-parallel copies that the other axes leave, whatever the batch."""
+    return sorted({axes["dp"] for axes in _axes(shape, sequence, num_gpus, node, fixed)})
 
 
 def recomputes(fixed: Mapping[str, Any]) -> tuple[Recompute, ...]:

@@ -18,7 +18,7 @@ from bitwright.hardware.device import Device
 from bitwright.hardware.memory import workspace_bytes
 from bitwright.hardware.model_shape import ModelShape
 from bitwright.parallel.efficiency import efficiency_of
-from bitwright.parallel.job import device_of, raise_if_no_device, raise_if_not_modelled
+from bitwright.parallel.job import device_of, raise_if_no_device, raise_if_not_modelled, raise_if_too_long
 from bitwright.parallel.network import ClusterNetwork
 from bitwright.parallel.serving_time import (
     MEMORY_SHARE,
@@ -35,8 +35,8 @@ class ServingRequest:
     """What is to be served, and on what.
 
     Raises:
-        ParallelError: a size is not positive, the model is not modelled (`raise_if_not_modelled`), or the cluster's
-            device is not known.
+        ParallelError: a size is not positive, the model is not modelled (`raise_if_not_modelled`) or has fewer
+            positions, or the cluster's device is not known.
     """
 
     shape: ModelShape
@@ -60,6 +60,7 @@ class ServingRequest:
             for size in sizes:
                 if size < 1:
                     raise ParallelError(f"{name} is {size}; give 1 or more")
+        raise_if_too_long(self.shape, self.context)
         raise_if_no_device(self.topology, self.device)
 
     @property

@@ -23,7 +23,7 @@ from typing import Literal
 
 from bitwright.parallel.gemm_time import gemm_time, move_time_s
 from bitwright.parallel.job import Job
-from bitwright.parallel.layer_time import PassTime, backward_time, forward_time, weight_gradient_time
+from bitwright.parallel.layer_time import PassTime, backward_time, forward_time, recomputed_time, weight_gradient_time
 from bitwright.parallel.layout import Schedule
 from bitwright.parallel.network import Operation
 from bitwright.parallel.overlap import ddp_exposed_s, fsdp_exposed_s
@@ -42,6 +42,8 @@ class StepTime:
     #: "linear", "attention", "elementwise", "quantize", "host", "head", "tp", "cp", "ep", "pp", "bubble", "dp",
     #: "optimizer"
     parts: Mapping[str, float]
+    #: What of the parts is computed again.
+    recomputed: PassTime
     #: One layer's passes of one micro-batch, and how many layers the slowest stage has.
     forward: PassTime
     backward: PassTime
@@ -57,13 +59,6 @@ class StepTime:
     def exposed_s(self) -> float:
         """Communication that nothing hides."""
         return sum(self.parts[name] for name in ("tp", "cp", "ep", "pp", "dp"))
-
-    @property
-    def bottleneck(self) -> str:
-        """The part that takes longest beside the model's own products, which have to be."""
-        return max(
-            (name for name in self.parts if name not in ("linear", "attention", "head")), key=self.parts.__getitem__
-        )
 
 
 def step_time(job: Job) -> StepTime:
@@ -105,6 +100,7 @@ def step_time(job: Job) -> StepTime:
     return StepTime(
         seconds=seconds,
         parts=MappingProxyType(parts),
+        recomputed=recomputed_time(job).times(m * layers[slowest]),
         forward=forward,
         backward=backward,
         stage_layers=tuple(layers),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -53,22 +54,34 @@ def ask_policy(policy: GivenPolicy, facts: Device) -> AskedPolicy:
     if policy == AUTO:
         chosen = choose_policy(facts)
         return AskedPolicy(policy=chosen.policy, reason=chosen.reason)
-    if isinstance(policy, Path) or (Path(policy) / PLAN_FILE).is_file():
-        return _planned(Path(policy))
+    if isinstance(policy, Path) or is_path(policy) or (Path(policy) / PLAN_FILE).is_file():
+        return _of_plan(plan_at(policy), f"the plan '{policy}'")
     return AskedPolicy(policy=policy_named(policy), reason="as asked for")
 
 
-def _planned(path: Path) -> AskedPolicy:
+def is_path(name: str) -> bool:
+    """Whether a text can only be meant as a path: no policy's name has a separator, or begins with a dot."""
+    return name.startswith(".") or any(mark in name for mark in {"/", os.sep, os.altsep} if mark)
+
+
+def plan_at(given: str | Path) -> TrainingPlan:
+    """Return the plan that a policy's path leads to.
+
+    Raises:
+        TrainingError: none is there, or none of training.
+    """
+    path = Path(given)
     if not path.is_file() and not (path / PLAN_FILE).is_file():
+        why = f"which has no {PLAN_FILE}" if path.is_dir() else f"and there is no such folder (with a {PLAN_FILE})"
         raise TrainingError(
-            f"policy is the path '{path}', and no plan is there; give the folder that `bitwright train plan` wrote, or "
-            "a policy's name as a string"
+            f"policy is the path '{given}', {why}; give the folder that `bitwright train plan` wrote, or a policy's "
+            "name as a string"
         )
     try:
-        return _of_plan(load_training_plan(path), f"the plan '{path}'")
+        return load_training_plan(path)
     except PlanError as error:
         raise TrainingError(
-            f"policy is the path '{path}', which is no training plan; give the folder that `bitwright train plan` "
+            f"policy is the path '{given}', which is no training plan; give the folder that `bitwright train plan` "
             f"wrote ({error})"
         ) from error
 

@@ -136,6 +136,7 @@ def _raise_if_not_steppable(optimizer: torch.optim.Optimizer, policy: Policy) ->
         raise TrainingError(
             f"{type(optimizer).__name__} needs {needs}, which a run does not have; use another optimizer, such as AdamW"
         )
+    _raise_if_meant_for_a_graph(optimizer)
     why = why_not_update(optimizer, UPDATES[policy.update], policy.moments)
     if why is not None:
         raise TrainingError(why)
@@ -148,6 +149,21 @@ def _raise_if_not_steppable(optimizer: torch.optim.Optimizer, policy: Policy) ->
             f"{type(optimizer).__name__} cannot be stepped in pieces ({why}), which policy '{policy.name}' needs for "
             "what it keeps in less than fp32; use an elementwise optimizer (AdamW, SGD …), or policy 'bf16-mixed'"
         )
+
+
+def _raise_if_meant_for_a_graph(optimizer: torch.optim.Optimizer) -> None:
+    """Options that torch takes, and that fail in the first step."""
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise TrainingError(
+                f"the optimizer has differentiable=True, and a run's step is in no graph of autograd; make it without: "
+                f"{type(optimizer).__name__}(model.parameters(), …)"
+            )
+        if group.get("capturable") and any(parameter.device.type == "cpu" for parameter in group["params"]):
+            raise TrainingError(
+                "the optimizer has capturable=True, which torch steps on a GPU only, and its parameters are on cpu; "
+                f"make it without: {type(optimizer).__name__}(model.parameters(), …)"
+            )
 
 
 def _is_like(value: object, parameter: nn.Parameter) -> bool:

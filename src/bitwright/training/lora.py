@@ -6,7 +6,8 @@
 
 peft makes and saves the adapters. Gradients pass through the values of the codes, which are expanded matrix by matrix
 in the backward pass; no gradient, moment or master of the base exists. What is not a linear layer of the decoder
-(embedding, norms, head) is kept in bf16 under codes, and in the base's own format without.
+(embedding, norms, head) is kept in bf16 under codes, and in the base's own format without. Products with codes are in
+the dtype that autocast computes in, as those of any linear layer.
 
 The model that is given becomes the base, in place: a second copy of it is what adapters are there to avoid.
 
@@ -16,12 +17,14 @@ a frozen base in 4 bits, adapters in 16 or 32 on all linear layers.
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bitwright import formats
 from bitwright.errors import MissingExtra, TrainingError
@@ -51,7 +54,8 @@ class LoraSettings:
     """What adapters are like, and what they stand on.
 
     Raises:
-        TrainingError: a rank or a dropout that cannot be, or an unknown format of adapters.
+        TrainingError: a rank, an alpha or a dropout that cannot be, a base that is no name, or an unknown format of
+            adapters.
     """
 
     rank: int = 16
@@ -64,11 +68,22 @@ class LoraSettings:
     adapters: str = "fp32"
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise TrainingError(f"adapters of rank {self.rank}; a rank is at least 1, and 8 to 64 are common")
-        if not 0 <= self.dropout < 1:
-            raise TrainingError(f"a dropout of {self.dropout} before adapters; give a share, 0 up to below 1")
-        if self.adapters not in ADAPTER_DTYPES:
+        if not isinstance(self.rank, numbers.Integral) or isinstance(self.rank, bool) or self.rank < 1:
+            raise TrainingError(
+                f"adapters of rank {self.rank!r}; a rank is a whole number of at least 1, and 8 to 64 are common"
+            )
+        if self.alpha is not None and not (_is_finite(self.alpha) and self.alpha > 0):
+            raise TrainingError(
+                f"alpha is {self.alpha!r}; what adapters add is multiplied by alpha / rank: give a positive number, or "
+                "None for twice the rank"
+            )
+        if not (_is_finite(self.dropout) and 0 <= self.dropout < 1):
+            raise TrainingError(f"a dropout of {self.dropout!r} before adapters; give a share, 0 up to below 1")
+        if not isinstance(self.base, str):
+            raise TrainingError(
+                f"base is {self.base!r}; give the name of a scheme of weights: bf16, fp8_w, int4_g128, …"
+            )
+        if not isinstance(self.adapters, str) or self.adapters not in ADAPTER_DTYPES:
             raise TrainingError(
                 f"adapters in {self.adapters!r}; keep them in fp32, or in bf16 under an update rule that loses nothing "
                 "(policy bf16-pure-sr or bf16-pure-kahan)"
@@ -163,6 +178,24 @@ def lora_sizes(model: nn.Module) -> LoraSizes:
     )
 
 
+class FrozenLinear(PackedLinear):
+    """A linear layer in codes under adapters: autocast decides its dtype, as it does for torch's own.
+
+    Without, a base in bf16 would give bf16 to functions that autocast runs in fp16, and they refuse both together.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., K] → [..., N]."""
+        device_type = input.device.type
+        if torch.is_autocast_enabled(device_type) and input.dtype != torch.float64:
+            input = input.to(torch.get_autocast_dtype(device_type))
+        return super().forward(input)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _settled(settings: LoraSettings | None, changes: dict[str, Any]) -> LoraSettings:
     return replace(LoraSettings() if settings is None else settings, **changes)
 
@@ -208,12 +241,12 @@ def _weight_NK(module: nn.Module) -> torch.Tensor:
     return weight if isinstance(module, nn.Linear) else weight.T
 
 
-def _packed_linear(module: nn.Module, weights: TensorScheme, selection: MatmulSelection) -> PackedLinear:
+def _packed_linear(module: nn.Module, weights: TensorScheme, selection: MatmulSelection) -> FrozenLinear:
     weight = _weight_NK(module)
     q = quantize(weight.float().contiguous(), weights)
     rows = packed_rows(selection.layout.prepare(pack_codes(q)), _BESIDE_CODES, weight.device.type)
     packed = PackedWeight([rows], [InputRounding(UNCHANGED, None, None)], None, _BESIDE_CODES)
-    return PackedLinear(packed, module._parameters.get("bias"))
+    return FrozenLinear(packed, module._parameters.get("bias"))
 
 
 def _put(model: nn.Module, name: str, replacement: nn.Module) -> None:

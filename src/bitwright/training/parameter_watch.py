@@ -7,9 +7,9 @@ compared at the next step after it has counted. What no hook sees (a parameter t
 holds) is found by comparing at the steps 1, 2, 4, 8, … as well.
 
 A parameter that a group has held all along and that is unfrozen later is looked for in every step. In fp32, in one
-process, it trains as all others: it is its own master, and the optimizer makes its moments. Where parameters are kept
-in less it was neither cast nor given gradients in fp32, and where processes share the model, its gradients are not
-exchanged: so it is refused.
+process, it trains as all others: it is its own master, and the optimizer makes its moments. In 16 bits (a frozen base)
+it has no master. Where parameters are kept in less it was neither cast nor given gradients in fp32, and where processes
+share the model, its gradients are not exchanged: so it is refused.
 
 Rejected: a change in how many gradients there are, which mixtures of experts change all the time.
 """
@@ -29,6 +29,7 @@ from torch.nn.modules.module import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bitwright.errors import TrainingError
+from bitwright.training.forward.islands import NARROW_DTYPES
 from bitwright.training.processes.ranks import unwrapped
 
 _LOG = logging.getLogger(__name__)
@@ -118,6 +119,13 @@ class ParameterWatch:
             raise TrainingError(
                 f"{some}first): they were neither brought to {self._stored} nor given gradients in fp32; call "
                 f"run.close(), {_PREPARE_AGAIN}"
+            )
+        narrow = [name for name, p in self._frozen if p.requires_grad and p.dtype in NARROW_DTYPES]
+        if narrow:
+            raise TrainingError(
+                f"{len(narrow)} parameters that were frozen when the run was prepared are trained now ({narrow[0]} "
+                "first): they are in 16 bits, and the policy needs fp32 masters; call run.close(), bring them to fp32 "
+                f"(parameter.data = parameter.data.float()), {_PREPARE_AGAIN}"
             )
         self._frozen = [(name, parameter) for name, parameter in self._frozen if not parameter.requires_grad]
 

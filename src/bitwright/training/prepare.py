@@ -45,7 +45,7 @@ from bitwright.training.processes.replicated import Replicated
 from bitwright.training.products.policy_layers import Assignment, PolicyLayers, install_layers
 from bitwright.training.products.sites import product_sites
 from bitwright.training.run import TrainingRun
-from bitwright.training.run_settings import Removable, RunSettings, Scheduler, raise_if_no_scheduler
+from bitwright.training.run_settings import Removable, RunSettings, Scheduler, raise_if_no_scheduler, raise_if_no_switch
 from bitwright.training.step import StepResult
 
 #: Skipped steps in a row that end a run, unless asked otherwise. A loss scale of 2³² is at its floor after 32.
@@ -105,6 +105,7 @@ def prepare(
         count_lost=count_lost,
         monitor=monitor,
     )
+    raise_if_no_switch(emulate)
     raise_if_no_model_or_optimizer(model, optimizer)
     place = _place_of(model)
     facts, recognised = _facts(device, place)
@@ -197,6 +198,11 @@ def _facts(device: str | Device | None, place: torch.device) -> tuple[Device, st
         return device_at(place)
     if isinstance(device, Device):
         return device, "as given"
+    if not isinstance(device, str):
+        raise TrainingError(
+            f"device is {device!r}; give a name of `bitwright hardware` (what a device can, not where the model is), a "
+            "Device, or None: the model's own is recognised"
+        )
     return hardware.get(device), "as asked for"
 
 

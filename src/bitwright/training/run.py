@@ -223,11 +223,38 @@ class TrainingRun:
         return self.update.swallowed
 
     def close(self) -> None:
-        """Give the model its own forward passes back; parameters keep their values and their dtype."""
+        """Give the model its own forward passes back; parameters keep their values and their dtype.
+
+        Gradients of a step that was not finished are dropped, and a warning says so.
+        """
+        waiting = self._gradients.waiting
+        if waiting:
+            _LOG.warning(
+                "the run was closed with %s of an unfinished step: their gradients are dropped, and changed no weight; "
+                "a step needs accumulate=%d, so fill up an uneven last one, or leave it out",
+                f"{waiting} micro-batch{'' if waiting == 1 else 'es'}",
+                self.accumulate,
+            )
+            self._drop()
         self.update.close()
         for change in self.changes:
             change.remove()
         self.changes = ()
+
+    def raise_if_not_between_steps(self, doing: str) -> None:
+        """Raise TrainingError where a checkpoint has no sense: while a step is open, and once the run is closed.
+
+        Args:
+            doing: "saved" or "loaded".
+        """
+        if not self.custody.is_open:
+            saves = doing == "saved"
+            raise TrainingError(
+                f"the run is closed, and a checkpoint cannot be {doing} {'from' if saves else 'into'} it; "
+                f"{'save before run.close()' if saves else 'prepare the model again'}"
+            )
+        if self._step is not None:
+            raise TrainingError(f"a checkpoint cannot be {doing} inside a step; do it after the block of run.step()")
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on beside model and optimizer.

@@ -76,8 +76,19 @@ class RunSettings:
             raise TrainingError(
                 f"patience is {self.patience!r}; give the number of skipped steps in a row that end a run"
             )
+        if not _is_whole(self.seed) or not 0 <= self.seed < 2**64:
+            raise TrainingError(f"seed is {self.seed!r}; give a whole number, 0 to 2^64 - 1")
+        for name in ("count_swallowed", "count_lost"):
+            if not isinstance(getattr(self, name), bool):
+                raise TrainingError(f"{name} is {getattr(self, name)!r}; give True or False")
         if self.monitor is not None and not callable(self.monitor):
             raise TrainingError(f"monitor is {self.monitor!r}; give a function that takes the result of a step")
+
+
+def raise_if_no_switch(emulate: object) -> None:
+    """Raise TrainingError for what says neither whether formats are to be emulated nor that nobody said so."""
+    if emulate is not None and not isinstance(emulate, bool):
+        raise TrainingError(f"emulate is {emulate!r}; give True, False or None")
 
 
 def raise_if_no_scheduler(scheduler: object, optimizer: torch.optim.Optimizer) -> None:
@@ -104,4 +115,8 @@ def _is_number(value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
+    return _is_whole(value) and value >= 1  # type: ignore[operator]
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -10,7 +10,7 @@ Between `backward` calls the code inside runs under the policy; `backward` leave
 due. When all are there the block's end checks, clips and updates (`run.py`). A block with fewer only adds them up, so a
 loop may as well open one block per micro-batch; `result` is then None in all but every n-th.
 
-A block that is left by an exception takes no step, and drops the gradients it has.
+A block that is left by an exception takes no step, and drops the gradients it has. A step is entered once.
 """
 
 from __future__ import annotations
@@ -56,12 +56,16 @@ class Step:
         self._whole = ExitStack()
         self._forward: ExitStack | None = None
         self._num_backwards = 0
+        self._was_entered = self._is_open = False
         #: None until the block has ended, and if it only added up gradients.
         self.result: StepResult | None = None
 
     def __enter__(self) -> Self:
         run = self._run
+        if self._was_entered:
+            raise TrainingError("a step was entered again, and its block takes one step; call run.step() for the next")
         run._open(self)
+        self._was_entered = self._is_open = True
         self._whole.enter_context(step_region(run.policy.compute, run.device_type, emulates=run.emulates))
         self._enter_forward()
         return self
@@ -73,9 +77,10 @@ class Step:
             loss: one number, the mean over the micro-batch; of any floating dtype.
 
         Raises:
-            TrainingError: no differentiable number, or one micro-batch more than a step has.
+            TrainingError: no differentiable number, one micro-batch more than a step has, or no block around the call.
         """
         run = self._run
+        self._raise_if_outside("backward")
         _raise_if_no_loss(loss)
         if self._forward is None:
             raise TrainingError(
@@ -95,14 +100,21 @@ class Step:
             Their length before clipping, and why the step will be skipped, as far as gradients say.
 
         Raises:
-            TrainingError: some of the step's micro-batches are not there yet.
+            TrainingError: some of the step's micro-batches are not there yet, or there is no block around the call.
         """
+        self._raise_if_outside("settle")
         if not self._run.is_complete:
             raise TrainingError(
                 f"{self._run.pending} of {self._run.accumulate} micro-batches are done; settle a step after its last "
                 "backward pass"
             )
         return self._run._settle().check
+
+    def _raise_if_outside(self, method: str) -> None:
+        if not self._is_open:
+            raise TrainingError(
+                f"{method} was called outside its block; call step.{method} inside `with run.step() as step:`"
+            )
 
     def _enter_forward(self) -> None:
         run = self._run
@@ -121,6 +133,7 @@ class Step:
     ) -> None:
         self._leave_forward()
         self._whole.close()
+        self._is_open = False
         run = self._run
         try:
             if kind is not None:

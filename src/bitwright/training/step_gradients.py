@@ -72,6 +72,11 @@ class StepGradients:
         """Micro-batches whose gradients are there, and wait for others of their step."""
         return len(self._losses)
 
+    @property
+    def waiting(self) -> int:
+        """The same, and shares of a step that somebody else's loop has not ended."""
+        return len(self._losses) + len(self._shares)
+
     def add(self, loss: Tensor, scale: float | None) -> None:
         """Add up the gradients of one micro-batch, whose loss is the mean over it."""
         if self.pending and not self._watch.is_sharded:  # FSDP keeps those of a micro-batch elsewhere

@@ -82,7 +82,7 @@ def _whole(n: int, layout: Layout) -> int:
 ALGORITHMS = (
     Algorithm(
         name="one_shot",
-        description="everything to everybody in one step; n − 1 times the bytes",
+        description="from everybody who has something to everybody who wants it, at once; nobody passes anything on",
         source="vllm-project/vllm csrc/custom_all_reduce.cuh",
         recipes={
             "all_reduce": Recipe(generate=one_shot_all_reduce, num_chunks=_whole),
@@ -92,7 +92,7 @@ ALGORITHMS = (
     ),
     Algorithm(
         name="two_shot",
-        description="shards to their owners, sums to all; a ring's bytes in two steps",
+        description="shards to their owners, who add, and in an all-reduce sums to all; a ring's bytes",
         source="vllm-project/vllm csrc/custom_all_reduce.cuh",
         recipes={
             "all_reduce": Recipe(generate=two_shot_all_reduce, num_chunks=_by_rank),

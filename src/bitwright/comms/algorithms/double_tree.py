@@ -100,7 +100,7 @@ def broadcast(n: int, layout: Layout) -> Iterator[Transfer]:
 ALGORITHMS = (
     Algorithm(
         name="tree",
-        description="two binary trees, half of the data each; 2 log2 n steps and a pipeline",
+        description="two binary trees, half of the data each, and a pipeline",
         source="Sanders, Speck and Träff 2009",
         recipes={
             "all_reduce": Recipe(generate=all_reduce, num_chunks=lambda n, layout: 2 * layout.num_segments),

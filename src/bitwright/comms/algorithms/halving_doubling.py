@@ -38,7 +38,7 @@ def all_reduce(n: int, layout: Layout) -> Iterator[Transfer]:
 ALGORITHMS = (
     Algorithm(
         name="halving_doubling",
-        description="half of what is left at each step, then back; a ring's bytes in 2 log2 n steps",
+        description="half of what is left at each step, in an all-reduce then back; a ring's bytes",
         source="Rabenseifner 2004; Bruck and Ho 1993",
         recipes={
             "all_reduce": Recipe(generate=all_reduce, num_chunks=lambda n, layout: n),

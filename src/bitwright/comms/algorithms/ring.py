@@ -52,7 +52,7 @@ def broadcast(n: int, layout: Layout) -> Iterator[Transfer]:
 ALGORITHMS = (
     Algorithm(
         name="ring",
-        description="each rank passes to the next; fewest bytes, 2(n − 1) steps",
+        description="each rank passes to the next; fewest bytes",
         source="Patarasuk and Yuan 2009",
         recipes={
             "all_reduce": Recipe(generate=all_reduce, num_chunks=lambda n, layout: n),

@@ -87,6 +87,9 @@ class PackedOperand(nn.Module):
         counters: where it is counted when weights are expanded.
     """
 
+    #: As of `PackedWeight`.
+    holds_codes = True
+
     def __init__(
         self, matrices: Sequence[PackedWeight], is_list: bool, transposed: bool, name: str, counters: RunCounters
     ) -> None:

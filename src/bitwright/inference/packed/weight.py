@@ -39,6 +39,9 @@ class PackedWeight(nn.Module):
         fallback: what happens to tokens whose inputs overflow; None where none can.
     """
 
+    #: Whoever looks for weights as numbers finds none here (`models/sites.py`).
+    holds_codes = True
+
     def __init__(
         self,
         rows: Sequence[Rows],

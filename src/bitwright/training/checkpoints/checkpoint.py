@@ -10,8 +10,8 @@ A state is a pair of files, tensors as safetensors and the rest as JSON (`checkp
 folder is assembled beside its place, flushed and renamed, so it is there whole or not at all. Where parameters lie in
 pieces on many ranks (FSDP2), each rank writes its pieces of everything, `model.rank-0.safetensors` and so on.
 
-Everything is read and compared before anything is changed: the bytes of every file, the policy field by field, names
-and shapes of the model, class and groups of the optimizer, the data. Of many processes all load, or none.
+Everything is read and compared before anything is changed: the bytes of every file, the policy field by field, names,
+shapes and ties of the model, class and groups of the optimizer, the data. Of many processes all load, or none.
 
 Where gradients travel in blocks with scales (`comms/hooks.py`), DDP lays out the first bucket of a process anew, so a
 run that goes on may differ in last bits from one that never stopped; what is owed is not lost.
@@ -24,11 +24,11 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -37,6 +37,7 @@ from bitwright.plan.whole_folder import assembled_folder
 from bitwright.training.checkpoints.checkpoint_checks import (
     class_name,
     is_sharded,
+    raise_if_no_count,
     raise_if_other_class,
     raise_if_other_model,
     raise_if_other_optimizer,
@@ -51,8 +52,12 @@ from bitwright.training.checkpoints.checkpoint_facts import (
 )
 from bitwright.training.checkpoints.checkpoint_files import load_model, load_optimizer, read_part, write_parts
 from bitwright.training.checkpoints.random_state import read_random_state, set_random_state
+from bitwright.training.checkpoints.saved_extra import extra_from_json, extra_to_json
+from bitwright.training.checkpoints.state_tree import join_state, split_state
 from bitwright.training.processes.ranks import Ranks, unwrapped
 from bitwright.training.record_facts import plain_facts
+
+_Found = TypeVar("_Found")
 
 
 class Resumable(Protocol):
@@ -71,7 +76,13 @@ class Resumable(Protocol):
     def scheduler(self) -> Any: ...
 
     @property
+    def settings(self) -> Any: ...
+
+    @property
     def pending(self) -> int: ...
+
+    def raise_if_not_between_steps(self, doing: str) -> None:
+        """Raise TrainingError while a step is open, and once the run is closed."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything else that the next step depends on."""
@@ -116,18 +127,26 @@ def save_checkpoint(
     Args:
         folder: where; an older checkpoint there is replaced, anything else refused.
         run: what is saved, between two steps.
-        step: how many steps were taken; only told back.
+        step: how many steps were taken, 0 or more; only told back.
         data: its position is saved with it.
         exchange: of gradients, where they are rounded on their way (`comms.register`); what it owes is saved too.
-        extra: further plain values, told back.
+        extra: further plain values (numbers, NaN and Inf too, text, lists, tuples, dicts), told back as they were.
         ranks: by default those of the process group.
 
     Raises:
-        TrainingError: something else is there, or writing failed on some rank; nothing has changed then.
+        TrainingError: something else is there, the run is closed or in a step, `step` is no count, `extra` holds what
+            JSON does not know, or writing failed on some rank; nothing has changed then.
     """
     ranks = Ranks.of_process_group() if ranks is None else ranks
     target = Path(os.path.realpath(folder))
-    _raise_if_not_replaceable(target)
+
+    def checked_extra() -> Any:
+        _raise_if_not_replaceable(target)
+        run.raise_if_not_between_steps("saved")
+        raise_if_no_count(step)
+        return extra_to_json(extra)
+
+    plain_extra = _agreed(checked_extra, ranks)
     model = unwrapped(run.model)
     own = {
         "random": read_random_state(),
@@ -139,13 +158,14 @@ def save_checkpoint(
     parts = {f"{name}.rank-{ranks.rank}" if in_pieces else name: state for name, state in states.items()}
     written = {f"rank-{ranks.rank}": own, **(parts if in_pieces or ranks.is_first else {})}
     facts = {
-        "step": step,
+        "step": int(step),
         "policy": plain_facts(run.policy),
         "optimizer": class_name(run.optimizer),
         "scheduler": class_name(run.scheduler),
         "world_size": ranks.world_size,
         "is_sharded": in_pieces,
-        "extra": dict(extra or {}),
+        "settings": split_state(_settings(run))[0],
+        "extra": plain_extra,
         "torch": torch.__version__,
     }
     try:
@@ -180,7 +200,7 @@ def load_checkpoint(
 
     Raises:
         TrainingError: the checkpoint is missing or damaged, or is one of another policy, model, optimizer or number of
-            processes; says what differs and what to do. Nothing has changed then.
+            processes; or the run is closed or in a step. Says what differs and what to do. Nothing has changed then.
         DataError: it is one of other data.
         CommsError: what it owes is that of another exchange.
     """
@@ -192,16 +212,52 @@ def load_checkpoint(
     load_optimizer(run.optimizer, found.optimizer)
     set_random_state(found.own["random"])
     facts = found.facts
-    notes: tuple[str, ...] = ()
+    notes = tuple(_notes(found, run, data, exchange))
     if not same_size:
         torch.manual_seed((torch.initial_seed() + ranks.rank) % 2**63)
+        dropped = "what gradients were still owed by the processes that saved it is dropped"
         notes = (
             f"saved by {facts['world_size']} processes, gone on by {ranks.world_size}: weights, moments, scales and "
             "the position in the data are the same, random numbers are not",
+            *(() if exchange is None else (dropped,)),
+            *notes,
         )
-        if exchange is not None:
-            notes = (*notes, "what gradients were still owed by the processes that saved it is dropped")
-    return Resumed(step=facts["step"], extra=facts["extra"], notes=notes)
+    return Resumed(step=facts["step"], extra=extra_from_json(facts["extra"]), notes=notes)
+
+
+def _settings(run: Resumable) -> dict[str, Any]:
+    """What decides a step beside policy, optimizer and data, and may be changed on the way."""
+    norm = run.settings.max_grad_norm
+    return {
+        "accumulate": int(run.settings.accumulate),
+        "max_grad_norm": None if norm is None else float(norm),
+    }
+
+
+def _notes(found: _Read, run: Resumable, data: Positioned | None, exchange: Positioned | None) -> Iterator[str]:
+    """What differs from the saved run and is allowed to, and what was saved and is not taken up."""
+    # older checkpoints have no settings, and no batch
+    there, here = dict(join_state(found.facts.get("settings", {}), {})), _settings(run)
+    position = found.own["data"]
+    if data is not None:
+        there["batch"], here["batch"] = _batch_of(position), _batch_of(data.state_dict())
+        if None in (there["batch"], here["batch"]):
+            del there["batch"]
+    for name, was in there.items():
+        if name in here and here[name] != was:
+            yield (
+                f"saved with {name} {was}, gone on with {here[name]}: steps from here on differ from those of the run "
+                "that was saved"
+            )
+    if data is None and position is not None:
+        yield "the position in its data was not set, since no data was passed; pass data=… to go on where it stood"
+    if exchange is None and found.own.get("exchange") is not None:
+        yield "what was owed of gradients was not set, since no exchange was passed; pass exchange=… to send it"
+
+
+def _batch_of(position: Any) -> Any:
+    """Rows of a batch, where a position in some data tells them."""
+    return position.get("batch") if isinstance(position, Mapping) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,38 +273,40 @@ class _Read:
 
 def _read(place: Path, run: Resumable, data: Positioned | None, ranks: Ranks, allow_other_world_size: bool) -> _Read:
     """Read a checkpoint and compare it with the run; changes nothing."""
+    run.raise_if_not_between_steps("loaded")
     facts = read_checkpoint_facts(place)
     raise_if_other_policy(place, facts["policy"], plain_facts(run.policy))
-    raise_if_other_class(place, "optimizer", facts["optimizer"], run.optimizer)
-    raise_if_other_class(place, "scheduler", facts["scheduler"], run.scheduler)
     same_size = facts["world_size"] == ranks.world_size
     if not same_size:
         raise_if_size_matters(place, facts, ranks, allow_other_world_size)
     model, files = unwrapped(run.model), facts["files"]
     raise_if_spread_otherwise(place, facts["is_sharded"], model)
     suffix = f".rank-{ranks.rank}" if facts["is_sharded"] else ""
-    weights, optimizer, state = (read_part(place, f"{name}{suffix}", files) for name in ("model", "optimizer", "run"))
-    own = read_part(place, f"rank-{ranks.rank if same_size else 0}", files)
+    # the model first: where it is another one, the optimizer's parameters are others too
+    weights = read_part(place, f"model{suffix}", files)
     raise_if_other_model(place, weights, model)
+    raise_if_other_class(place, "optimizer", facts["optimizer"], run.optimizer)
+    raise_if_other_class(place, "scheduler", facts["scheduler"], run.scheduler)
+    optimizer, state = (read_part(place, f"{name}{suffix}", files) for name in ("optimizer", "run"))
+    own = read_part(place, f"rank-{ranks.rank if same_size else 0}", files)
     raise_if_other_optimizer(place, optimizer, run.optimizer)
     if data is not None and own["data"] is None:
         raise TrainingError(f"'{place}' was saved without a position in its data; pass none, or begin anew")
     return _Read(facts=facts, weights=weights, optimizer=optimizer, state=state, own=own)
 
 
-def _agreed(read: Callable[[], _Read], ranks: Ranks) -> _Read:
-    """What was read, once every rank has read its own; else the same refusal on all of them."""
-    found: _Read | None = None
+def _agreed(look: Callable[[], _Found], ranks: Ranks) -> _Found:
+    """What was found, once every rank has found its own; else a refusal on all of them, so that none waits."""
+    found: list[_Found] = []
     failure: TrainingError | None = None
     try:
-        found = read()
+        found.append(look())
     except TrainingError as error:
         failure = error
     failures = [answer for answer in ranks.gather(failure) if answer is not None]
     if failures:
         raise failures[0] if failure is None else failure
-    assert found is not None
-    return found
+    return found[0]
 
 
 def _set_small_states(run: Resumable, found: _Read, data: Positioned | None, exchange: Positioned | None) -> None:

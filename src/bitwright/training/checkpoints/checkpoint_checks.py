@@ -5,6 +5,7 @@ Each function raises TrainingError with what was saved, what is there, and what 
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 
 from bitwright.errors import TrainingError
-from bitwright.training.checkpoints.state_tree import Shard
+from bitwright.training.checkpoints.state_tree import Shard, tied_names
 from bitwright.training.processes.ranks import Ranks
-from bitwright.training.record_facts import differences
+from bitwright.training.record_facts import ABSENT, differences
 
 #: Fields of a policy that change nothing in a step.
 _WORDS = frozenset({"description", "source", "aliases", "preference", "reason"})
@@ -82,8 +83,9 @@ def raise_if_spread_otherwise(place: Path, was_sharded: bool, model: torch.nn.Mo
 
 
 def raise_if_other_model(place: Path, saved: Mapping[str, Any], model: torch.nn.Module) -> None:
-    """Refuse weights of other names or shapes, naming the first that differs."""
-    here = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    """Refuse weights of other names or shapes, or tied otherwise, naming the first that differs."""
+    state = model.state_dict()
+    here = {name: list(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
     there = {name: list(value.shape) for name, value in saved.items() if isinstance(value, Tensor | Shard)}
     differing = differences(there, here)
     if differing:
@@ -93,6 +95,16 @@ def raise_if_other_model(place: Path, saved: Mapping[str, Any], model: torch.nn.
             f"'{place}' is of another model: the shape of '{name}' was {was} and is {now}{more}; build the model that "
             "the run began with"
         )
+    # in one order of names, so that the same one of two is called the first
+    for name, was, now in differences(tied_names({name: saved[name] for name in here}), tied_names(state)):
+        raise TrainingError(
+            f"'{place}' is of another model: '{name}' was {_spell_tie(was)} and is {_spell_tie(now)}; build the model "
+            "that the run began with"
+        )
+
+
+def _spell_tie(owner: str) -> str:
+    return "a tensor of its own" if owner == ABSENT else f"tied to '{owner}'"
 
 
 def class_name(thing: Any) -> str | None:
@@ -123,6 +135,12 @@ def raise_if_other_optimizer(place: Path, saved: Mapping[str, Any], optimizer: t
             f"'{place}' has an optimizer with {there} parameters in its groups, and this run's has {here}; build the "
             "optimizer that the run began with"
         )
+
+
+def raise_if_no_count(step: Any) -> None:
+    """Refuse what is no number of steps."""
+    if not isinstance(step, numbers.Integral) or isinstance(step, bool) or int(step) < 0:
+        raise TrainingError(f"step is {step!r}; give how many steps were taken, a whole number of 0 or more")
 
 
 def is_sharded(model: torch.nn.Module) -> bool:

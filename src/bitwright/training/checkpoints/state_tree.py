@@ -67,6 +67,29 @@ def join_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
             return {key: join_state(value, tensors) for key, value in tree.items()}
 
 
+def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return, of each tensor that has the numbers of an earlier one of a state, the name of that one."""
+    first: dict[tuple[Any, ...], str] = {}
+    tied: dict[str, str] = {}
+    for name, value in state.items():
+        piece = value.local if isinstance(value, Shard) else value
+        if not isinstance(piece, Tensor):
+            continue
+        piece = piece.detach()
+        if hasattr(piece, "to_local"):  # DTensor
+            piece = piece.to_local()
+        if piece.numel():
+            owner = first.setdefault(_lies_at(piece), name)
+            if owner != name:
+                tied[name] = owner
+    return tied
+
+
+def _lies_at(value: Tensor) -> tuple[Any, ...]:
+    """Where a tensor's numbers lie, and how they are read."""
+    return (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+
+
 @dataclass(frozen=True, slots=True)
 class _Splitter:
     tensors: dict[str, Tensor]
@@ -108,7 +131,7 @@ class _Splitter:
         if hasattr(value, "to_local"):  # DTensor
             whole = {"shape": list(value.shape)}
             value = value.to_local()
-        lies_at = (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        lies_at = _lies_at(value)
         name = self.names.get(lies_at) if value.numel() else None
         if name is None:
             name = self._free_name(".".join(place) or "state")

@@ -22,7 +22,15 @@ from bitwright.training.data.token_rows import IGNORED
 def checked_batches(
     batches: Iterable[Mapping[str, Any]], *, vocabulary_size: int | None = None, first: int = 0
 ) -> Iterator[Mapping[str, Any]]:
-    """Hand on batches, each checked by `raise_if_unusable`; the first is called number `first`."""
+    """Hand on batches, each checked by `raise_if_unusable`; the first is called number `first`.
+
+    Raises:
+        DataError: as `raise_if_unusable` says, or `batches` are no batches.
+    """
+    if isinstance(batches, Mapping):
+        raise DataError("batches is a single batch; give an iterable of them: [batch]")
+    if not isinstance(batches, Iterable):
+        raise DataError(f"batches is of type {type(batches).__name__}, which cannot be iterated over; give an iterable")
     for number, batch in enumerate(batches, start=first):
         raise_if_unusable(batch, number=number, vocabulary_size=vocabulary_size)
         yield batch
@@ -37,8 +45,14 @@ def raise_if_unusable(batch: Mapping[str, Any], *, number: int, vocabulary_size:
         vocabulary_size: `input_ids`, and `labels` where they count, must be below it; None: they are not looked at.
 
     Raises:
-        DataError: a floating-point input has NaN or Inf, or an id is out of range; names the batch and the place.
+        DataError: the batch is no mapping, a floating-point input has NaN or Inf, or an id is out of range; names the
+            batch and the place.
     """
+    if not isinstance(batch, Mapping):
+        raise DataError(
+            f"batch {number} is of type {type(batch).__name__}, but a model is called with a mapping of names to "
+            "tensors; give {'input_ids': …, 'labels': …}"
+        )
     for name, value in batch.items():
         if not isinstance(value, Tensor) or value.numel() == 0:
             continue

@@ -16,6 +16,7 @@ order may change between releases.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
@@ -50,20 +51,28 @@ class Batches:
         rank, world_size: which part of the rows is this process's.
 
     Raises:
-        DataError: there is no row, or `batch` is below one.
+        DataError: there is no row, or a number is none that a batch, a process or a seed can have.
     """
 
     def __init__(self, rows: TokenRows, *, batch: int, seed: int = 0, rank: int = 0, world_size: int = 1) -> None:
         if rows.num_rows == 0:
             raise DataError(f"'{rows.source}' has no row to train on; give more text")
-        if batch < 1:
-            raise DataError(f"batch is {batch}, but a batch has at least one row; raise it")
-        assert 0 <= rank < world_size
+        if not _is_whole(batch) or batch < 1:
+            raise DataError(f"batch is {batch!r}, but a batch has a whole number of rows, at least one; give 1 or more")
+        if not _is_whole(seed):
+            raise DataError(f"seed is {seed!r}; give a whole number")
+        if not _is_whole(world_size) or world_size < 1:
+            raise DataError(f"world_size is {world_size!r}, but there is at least one process; give how many there are")
+        if not _is_whole(rank) or not 0 <= rank < world_size:
+            raise DataError(
+                f"rank is {rank!r}, but the ranks of {world_size} processes are 0 to {world_size - 1}; give this "
+                "process's"
+            )
         self.rows = rows
-        self.batch = batch
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
+        self.batch = int(batch)
+        self.seed = int(seed)
+        self.rank = int(rank)
+        self.world_size = int(world_size)
         #: Rows of the stream that all ranks together have taken.
         self.num_taken = 0
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
@@ -97,11 +106,12 @@ class Batches:
             "num_rows": self.rows.num_rows,
             "sequence_length": self.rows.sequence_length,
             "seed": self.seed,
+            "batch": self.batch,
             "num_taken": self.num_taken,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Self:
-        """Go on where a `state_dict` left off, with any number of ranks.
+        """Go on where a `state_dict` left off, with any number of ranks and any batch.
 
         Raises:
             DataError: it belongs to other rows, or to another seed; says what differs.
@@ -110,7 +120,7 @@ class Batches:
         differing = [
             f"{name} is {here[name]!r}, not {state.get(name)!r}"
             for name in here
-            if name not in ("num_taken", "source") and here[name] != state.get(name)
+            if name not in ("num_taken", "source", "batch") and here[name] != state.get(name)
         ]
         if differing:
             raise DataError(
@@ -119,6 +129,10 @@ class Batches:
             )
         self.num_taken = int(state["num_taken"])
         return self
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def as_batch(rows: TokenRows, chosen: Tensor | slice) -> dict[str, Tensor]:

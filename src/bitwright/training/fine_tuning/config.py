@@ -29,9 +29,10 @@ gone on with.
 
 from __future__ import annotations
 
+import inspect
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -39,14 +40,15 @@ from bitwright.catalog import nearest_name_hint
 from bitwright.errors import TrainingError
 
 _Text = Annotated[str, Field(min_length=1)]
-_Count = Annotated[int, Field(ge=1, strict=True)]
-_Natural = Annotated[int, Field(ge=0, strict=True)]
+_Count = Annotated[int, Field(ge=1)]
+_Natural = Annotated[int, Field(ge=0)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    #: strict: no text and no boolean becomes a number, nothing but a boolean becomes one; integers are numbers.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class DataConfig(_Section):
@@ -54,22 +56,27 @@ class DataConfig(_Section):
 
     #: A .txt, .jsonl or .parquet file, or a built-in set (docs, code).
     train: _Text
-    #: The same; never trained on. None: a share of the documents of `train` is kept back.
+    #: Text to measure on, of the same kinds; never trained on; None: a share of the documents of `train` is kept back.
     validation: _Text | None = None
     #: Share of the characters of `train` that is kept back where there is no `validation`; 0: nothing is measured.
     validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
     #: text: every token counts; chat: conversations, the assistant's tokens count.
     task: _Text = "text"
     #: Tokens in a sequence.
-    sequence_length: Annotated[int, Field(ge=2, strict=True)] = 512
+    sequence_length: Annotated[int, Field(ge=2)] = 512
 
 
 class OptimizerConfig(BaseModel):
-    """A class of torch.optim by its name in lower case; further keys are its own options."""
+    """A class of torch.optim by its name in lower case; further keys are its own options.
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    Types of those are looked up at torch (`optimizers.py`), which this file does not load.
+    """
 
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    #: A class of torch.optim in lower case; further keys of the section are its own options (`weight_decay`, `betas`).
     name: _Text = "adamw"
+    #: Learning rate, the largest of the schedule.
     lr: _Positive
 
     @property
@@ -81,7 +88,9 @@ class OptimizerConfig(BaseModel):
 class ScheduleConfig(_Section):
     """The learning rate over the steps: up in a straight line, then as `kind` says."""
 
+    #: Course of the learning rate after the warm-up: constant, linear or cosine.
     kind: _Text = "cosine"
+    #: Steps until the learning rate is reached.
     warmup_steps: _Natural = 0
     #: Share of the learning rate that is left at the last step.
     final_share: _Share = 0.1
@@ -90,7 +99,7 @@ class ScheduleConfig(_Section):
 class CheckpointConfig(_Section):
     """When the run is saved; at its end always."""
 
-    #: None: only at the end.
+    #: Steps between two checkpoints; None: only at the end.
     every_steps: _Count | None = None
     #: How many are kept, the newest.
     keep: _Count = 2
@@ -99,9 +108,9 @@ class CheckpointConfig(_Section):
 class EvaluationConfig(_Section):
     """When the loss on validation text is measured; at the end always."""
 
-    #: None: only at the end.
+    #: Steps between two measurements; None: only at the end.
     every_steps: _Count | None = None
-    #: Sequences that are measured, the first ones; None: all.
+    #: Sequences that are measured, the first ones; None (from Python alone) measures all.
     max_sequences: _Count | None = 256
     #: Sequences at once; None: as many as `batch`.
     batch: _Count | None = None
@@ -110,13 +119,15 @@ class EvaluationConfig(_Section):
 class LoraConfig(_Section):
     """Adapters of low rank beside frozen weights; the fields of `lora.LoraSettings`."""
 
+    #: Columns of one factor and rows of the other.
     rank: _Count = 16
-    #: None: twice the rank.
+    #: What their product is multiplied by, over the rank; None: twice the rank.
     alpha: _Positive | None = None
+    #: Share of an adapter's inputs that is set to zero while it trains.
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     #: What the frozen weights are kept in: a scheme of weights.
     base: _Text = "bf16"
-    #: fp32 or bf16.
+    #: What the adapters are kept in: fp32 or bf16.
     adapters: _Text = "fp32"
 
 
@@ -126,12 +137,13 @@ class CommunicationConfig(_Section):
     #: A format of the wire: fp32, bf16, fp16, fp8_e4m3, fp8_e5m2, int8.
     wire: _Text
     #: Whether what rounding lost is added to the next gradient; it takes a second fp32 copy of all gradients.
-    error_feedback: Annotated[bool, Field(strict=True)] = False
+    error_feedback: bool = False
 
 
 class TrainConfig(_Section):
     """A whole run. See the opening of this file."""
 
+    #: A folder, a hub id, a .gguf file, or demo.
     model: _Text
     #: Folder for metrics, checkpoints and the trained model.
     out: _Text
@@ -142,13 +154,14 @@ class TrainConfig(_Section):
     #: auto: the first GPU, or of many processes each its own; else the processor.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     #: Of the order of the data and of everything that draws.
-    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    #: Optimizer steps in all.
     steps: _Count
     #: Sequences in a micro-batch of one process.
     batch: _Count = 8
     #: Micro-batches that make a step.
     accumulate: _Count = 1
-    #: Gradients are clipped to this norm; None: never.
+    #: Gradients are clipped to this norm; None (from Python alone) clips nothing.
     max_grad_norm: _Positive | None = 1.0
     #: How many processes share the model: whole copies (ddp) or pieces (fsdp2).
     parallel: Literal["ddp", "fsdp2"] = "ddp"
@@ -247,12 +260,43 @@ def _key(place: tuple[int | str, ...]) -> str:
 
 def _section_of(place: tuple[int | str, ...]) -> type[BaseModel]:
     """The section that a key stands in."""
-    sections: dict[str, type[BaseModel]] = {
-        "data": DataConfig,
-        "schedule": ScheduleConfig,
-        "checkpoint": CheckpointConfig,
-        "evaluation": EvaluationConfig,
-        "lora": LoraConfig,
-        "communication": CommunicationConfig,
-    }
-    return sections[str(place[0])] if len(place) > 1 else TrainConfig
+    section = section_class(TrainConfig.model_fields[str(place[0])].annotation) if len(place) > 1 else None
+    return section or TrainConfig
+
+
+# --- what the keys are, for who writes or documents them --------------------------------------------------------------
+
+
+def section_class(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field of `TrainConfig` holds; None: it is a key itself."""
+    for part in (annotation, *get_args(annotation)):
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            return part
+    return None
+
+
+def key_meanings() -> dict[str, str]:
+    """Return every key of the file, "data.train", with the comment that stands before it; "" where none does."""
+    meanings: dict[str, str] = {}
+    for name, field in TrainConfig.model_fields.items():
+        section = section_class(field.annotation)
+        if section is None:
+            meanings[name] = _comments(TrainConfig).get(name, "")
+        else:
+            meanings |= {f"{name}.{key}": _comments(section).get(key, "") for key in section.model_fields}
+    return meanings
+
+
+def _comments(section: type[BaseModel]) -> dict[str, str]:
+    """Field of a class → the lines that begin with #: right before it."""
+    found: dict[str, str] = {}
+    said: list[str] = []
+    for line in map(str.strip, inspect.getsource(section).splitlines()):
+        if line.startswith("#:"):
+            said.append(line.removeprefix("#:").strip())
+            continue
+        name = line.partition(":")[0]
+        if said and name in section.model_fields:
+            found[name] = " ".join(said)
+        said = []
+    return found

@@ -3,7 +3,8 @@
     {"kind": "step", "step": 12, "loss": 2.31, "grad_norm": 0.84, "lr": 2e-05, "skipped": null, "scale": 65536.0, …}
     {"kind": "validation", "step": 50, "loss": 2.20, "error": 0.013, "tokens": 8128}
 
-A run that is gone on with drops the lines after its checkpoint, so the file reads as if it had never stopped. Numbers
+A run that is gone on with drops the lines after its checkpoint, so the file reads as if it had never stopped. A run
+that was over measures once more what it has; a measurement of one step over so many tokens stands there once. Numbers
 that JSON lacks (the loss of a step that was skipped) are written as text: "nan", "inf".
 """
 
@@ -33,9 +34,12 @@ class MetricsFile:
         kept = [line for line in read_metrics(path) if line["step"] <= after_step] if path.exists() else []
         path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         self.path = path
+        self._measured = {(line["step"], line.get("tokens")) for line in kept if line.get("kind") == "validation"}
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Write one line."""
+        """Write one line, unless it is a measurement that is there."""
+        if record.get("kind") == "validation" and (record["step"], record.get("tokens")) in self._measured:
+            return
         plain = {name: _plain(value) for name, value in record.items()}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(plain, allow_nan=False) + "\n")

@@ -57,15 +57,12 @@ class RunFolder:
 
     def drop_old_checkpoints(self, keep: int) -> None:
         """Delete all checkpoints but the newest."""
-        found = sorted((self.path / "checkpoints").glob("step-*"))
-        for folder in found[:-keep]:
+        for _, folder in _checkpoints(self.path)[:-keep]:
             shutil.rmtree(folder)
 
     def drop_checkpoints_after(self, step: int) -> tuple[str, ...]:
         """Delete checkpoints of later steps than the one that is gone on from; returns their names."""
-        later = [
-            folder for folder in sorted((self.path / "checkpoints").glob("step-*")) if folder > self.checkpoint(step)
-        ]
+        later = [folder for number, folder in _checkpoints(self.path) if number > step]
         for folder in later:
             shutil.rmtree(folder)
         return tuple(folder.name for folder in later)
@@ -121,10 +118,16 @@ def find_run_folder(out: str, resume_from: Path | None) -> RunFolder:
     return RunFolder(path=Path(out), resume_from=resume_from)
 
 
+def _checkpoints(path: Path) -> list[tuple[int, Path]]:
+    """Steps and folder of every checkpoint of a run, the oldest first; as text, step-1000000 is before step-999999."""
+    named = ((folder.name.removeprefix("step-"), folder) for folder in (path / "checkpoints").glob("step-*"))
+    return sorted((int(number), folder) for number, folder in named if number.isdecimal() and folder.is_dir())
+
+
 def _latest_checkpoint(path: Path) -> Path | None:
     """The newest checkpoint of a run; refuses to pass over one that is only half there."""
     place = path / "checkpoints"
-    for folder in sorted(place.glob("step-*"), reverse=True):
+    for _, folder in reversed(_checkpoints(path)):
         if not (folder / CHECKPOINT_FILE).is_file():
             raise damaged(folder, f"'{folder / CHECKPOINT_FILE}' is missing")
     return latest_checkpoint(place) if place.is_dir() else None

@@ -51,12 +51,13 @@ def why_not_update(
     """Return why an optimizer cannot be stepped under a rule, or None if it can.
 
     Args:
-        optimizer: its parameters decide: fp32 ones with fp32 moments are stepped by any optimizer.
+        optimizer: its trained parameters decide: fp32 ones with fp32 moments are stepped by any optimizer. Frozen
+            ones have no gradient, so that nothing of them is ever stored.
         rule: how parameters are stored.
         moments: format that moments are kept in.
         cast_to: format that some parameters are still to be cast to.
     """
-    found = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+    found = {p.dtype for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     found |= set() if cast_to is None else {MOMENT_DTYPES[cast_to]}
     is_wide = found <= {torch.float32, torch.float64} and moments == "fp32"
     for dtype in sorted(found, key=str):
@@ -140,7 +141,9 @@ class Update:
     @property
     def is_plain(self) -> bool:
         """Whether a step is `optimizer.step()` and nothing else."""
-        sizes = {p.element_size() for group in self.optimizer.param_groups for p in group["params"]}
+        held = (p for group in self.optimizer.param_groups for p in group["params"])
+        # one that was frozen since the backward pass still has its gradient, and is updated from it
+        sizes = {p.element_size() for p in held if p.requires_grad or p.grad is not None}
         return min(sizes, default=4) >= 4 and self.moments == "fp32"
 
     @torch.no_grad()

@@ -1,8 +1,8 @@
 """Which linear modules of a model multiply codes under a policy, and why the others do not.
 
 A module is known by its role (`models/sites.py`): the head and embeddings stay in the policy's `compute`, what belongs
-to a router in fp32, and so do the last layers where the policy says so. What has no known role multiplies codes like
-any other.
+to a router in fp32, and so do the last layers where the policy says so. Layers whose weights are packed codes already
+(a frozen base under adapters) have a product of their own. What has no known role multiplies codes like any other.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from bitwright.errors import ModelError
-from bitwright.models.sites import Site, find_sites, role_of
+from bitwright.models.sites import Site, find_sites, has_codes, role_of
 from bitwright.training.forward.named_islands import find_islands
 from bitwright.training.policy import Policy
 
+_IN_CODES = "packed codes, which are frozen and have a product of their own"
 _LAYER = re.compile(r"^(.*?\.)?(\d+)(?=\.)")
 
 
@@ -52,6 +53,8 @@ def product_sites(model: nn.Module, policy: Policy) -> ProductSites:
         inside = next((reason for prefix, reason in islands.items() if f"{name}.".startswith(prefix)), None)
         if inside is not None:
             high[name] = inside
+        elif has_codes(model.get_submodule(name)):
+            high[name] = _IN_CODES
         elif role in why:
             high[name] = f"{role}: {why[role]}"
         elif name in last:
