@@ -64,10 +64,10 @@ def _inside(namespace: str, *words: str) -> None:
 
 
 def _limit(namespace: str, port: str, mbit: float) -> None:
-    # A bucket of 2 ms. What an idle link has saved passes without a limit, and a larger one would let a good part of a
+    # A bucket of 4 ms. What an idle link has saved passes without a limit, and a larger one would let a good part of a
     # message of 64 KiB pass; a smaller one is full before a busy processor comes back to it, and time is lost for good.
     # The queue holds what all sockets may send: nothing is lost, so nothing is sent again.
-    burst = max(8_000, int(mbit * 1e6 / 8 * 0.002))
+    burst = max(16_000, int(mbit * 1e6 / 8 * 0.004))
     _inside(
         namespace, "tc", "qdisc", "add", "dev", port, "root", "tbf",
         "rate", f"{mbit}mbit", "burst", str(burst), "limit", "32mb",
