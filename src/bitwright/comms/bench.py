@@ -33,7 +33,6 @@ from bitwright.comms.schedule import Schedule
 from bitwright.comms.wire import WireFormat, wire_format
 from bitwright.comms.wire_bytes import BUS_FACTORS
 from bitwright.errors import CommsError, UnknownName
-from bitwright.report.units import spell_bytes
 
 LIBRARY = "library"
 #: Collectives whose data are a shard for each rank.
@@ -206,10 +205,10 @@ def run_bench(settings: BenchSettings, peers: Peers, on_row: Callable[[Measureme
                 left_out.append(LeftOut(what=f"{_spelled(op, dtype, algorithm)}, {size} bytes", reason=reason))
                 continue
             if _COPIES * 4 * count > usable:
+                wanted_gib, usable_gib = (peers.local_size * x / 2**30 for x in (_COPIES * 4 * count, usable))
                 reason = (
-                    f"the {peers.local_size} ranks of a machine take about "
-                    f"{spell_bytes(_COPIES * 4 * count * peers.local_size)} (of each {_COPIES} copies of {count:,} "
-                    f"numbers in fp32), and {spell_bytes(usable * peers.local_size)} are available"
+                    f"the {peers.local_size} ranks of a machine take about {wanted_gib:,.2f} GiB (of each {_COPIES} "
+                    f"copies of {count:,} numbers in fp32), and {usable_gib:,.2f} GiB are available"
                 )
                 left_out.append(LeftOut(what=f"{_spelled(op, dtype, algorithm)}, {size} bytes", reason=reason))
                 continue
