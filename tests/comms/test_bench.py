@@ -352,8 +352,10 @@ def test_sizes_that_memory_does_not_hold_are_told(tmp_path: Path) -> None:
     told = json.loads(file.read_text(encoding="utf-8"))
     assert [row["num_bytes"] for row in told["rows"]] == [64]
     assert told["left_out"][0]["what"] == f"all_reduce in fp32 by library, {512 << 30} bytes"
+    # 2 ranks, 12 copies of 512 GiB each.
     assert re.search(
-        r"the 2 ranks of a machine take about [\d.]+ TiB .* and .* available", told["left_out"][0]["reason"]
+        r"the 2 ranks of a machine take about 12,288\.00 GiB .* and [\d.]+ GiB are available",
+        told["left_out"][0]["reason"],
     )
     large = ["--sizes", "512GiB"]
     first, second = start(large, large)
