@@ -39,7 +39,7 @@ LIMITS: dict[str, float | None] = {
 #: Model → (its setup, seeds).
 SETUPS = {
     "gpt2": (Setup(model="gpt2", steps=300, learning_rate=2e-3, validation=256), 5),
-    "llama": (Setup(model="llama", steps=300, validation=256), 5),
+    "llama": (Setup(model="llama", steps=300, validation=256), 11),
     "smollm2": (
         Setup(model="smollm2", steps=12, batch=2, length=128, learning_rate=1e-4, warm_up=2, validation=16), 5
     ),
