@@ -33,6 +33,17 @@ def trained_names(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
+def losses_of(run: Any, model: Any) -> list[float]:
+    """Six steps on the same tokens."""
+    losses = []
+    for _ in range(6):
+        with run.step() as step:
+            step.backward(model(input_ids=TOKENS, labels=TOKENS).loss)
+        assert run.last is not None
+        losses.append(run.last.loss)
+    return losses
+
+
 @pytest.mark.parametrize("base", ["fp32", "bf16", "int4_g32", "fp8_w"])
 def test_only_adapters_are_trained(make_tiny_model: Callable[..., Any], base: str) -> None:
     model = add_lora(make_tiny_model("llama"), rank=4, base=base)
@@ -129,12 +140,7 @@ def test_prepare_trains_them(make_tiny_model: Callable[..., Any], policy: str, f
     trained = [p for p in model.parameters() if p.requires_grad]
     before = [p.detach().clone() for p in trained]
     run = prepare(model, torch.optim.AdamW(trained, lr=1e-2), policy=policy, max_grad_norm=1.0)
-    losses = []
-    for _ in range(6):
-        with run.step() as step:
-            step.backward(model(input_ids=TOKENS, labels=TOKENS).loss)
-        assert run.last is not None
-        losses.append(run.last.loss)
+    losses = losses_of(run, model)
     assert run.counters.skipped == 0 and losses[-1] < losses[0]
     assert all(torch.equal(model.get_parameter(name), p) for name, p in frozen.items())
     assert all(not torch.equal(p, old) for p, old in zip(trained, before, strict=True))
@@ -151,12 +157,7 @@ def test_every_policy_of_fewer_bits_trains_on_codes(
     trained = [p for p in model.parameters() if p.requires_grad]
     before = [p.detach().clone() for p in trained]
     run = prepare(model, torch.optim.AdamW(trained, lr=1e-2), policy=policy)
-    losses = []
-    for _ in range(6):
-        with run.step() as step:
-            step.backward(model(input_ids=TOKENS, labels=TOKENS).loss)
-        assert run.last is not None
-        losses.append(run.last.loss)
+    losses = losses_of(run, model)
     assert run.counters.skipped == 0 and losses[-1] < losses[0] < 10
     assert all(not torch.equal(p, old) for p, old in zip(trained, before, strict=True))
 

@@ -204,8 +204,9 @@ def run_bench(settings: BenchSettings, peers: Peers, on_row: Callable[[Measureme
                 reason = f"they do not make {shared}"
                 left_out.append(LeftOut(what=f"{_spelled(op, dtype, algorithm)}, {size} bytes", reason=reason))
                 continue
-            if _COPIES * 4 * count > usable:
-                wanted_gib, usable_gib = (peers.local_size * x / 2**30 for x in (_COPIES * 4 * count, usable))
+            wanted = _COPIES * 4 * count
+            if wanted > usable:
+                wanted_gib, usable_gib = (peers.local_size * x / 2**30 for x in (wanted, usable))
                 reason = (
                     f"the {peers.local_size} ranks of a machine take about {wanted_gib:,.2f} GiB (of each {_COPIES} "
                     f"copies of {count:,} numbers in fp32), and {usable_gib:,.2f} GiB are available"

@@ -40,7 +40,7 @@ from bitwright.hardware.device import Certainty
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(gt=0)]
 _Text = Annotated[str, Field(min_length=1)]
-_NAME = r"^[a-z0-9][a-z0-9.-]*$"
+_NAME = r"[a-z0-9][a-z0-9.-]*"
 
 
 class _Section(BaseModel):
@@ -71,7 +71,7 @@ class _LevelSection(_Section):
 
 
 class _TopologyFile(_Section):
-    name: Annotated[str, Field(pattern=_NAME)]
+    name: Annotated[str, Field(pattern=f"^{_NAME}$")]
     aliases: list[_Text] = []
     device: _Text | None = None
     latency_ratio: _Positive = 1.0
@@ -85,7 +85,7 @@ def raise_if_no_name(name: str) -> None:
     Raises:
         CommsError: it is none.
     """
-    if re.fullmatch(_NAME.rstrip("$"), name) is None:
+    if re.fullmatch(_NAME, name) is None:
         raise CommsError(
             f"{name!r} cannot be a topology's name, which has small letters, digits, dots and hyphens and begins with "
             "a letter or digit; name it so, as in --name this-cluster"

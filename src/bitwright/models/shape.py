@@ -72,6 +72,7 @@ def model_shape(model: nn.Module, *, name: str) -> ModelShape:
     embedding, head = _ends(model, sites)
     linear_weights = sum(site.num_weights for site in linear)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    max_positions = getattr(_text_config(model), "max_position_embeddings", None)
     return ModelShape(
         name=name,
         **decoder_sizes(model, sites),
@@ -84,8 +85,8 @@ def model_shape(model: nn.Module, *, name: str) -> ModelShape:
         embedding_weights=embedding,
         head_weights=head,
         other_parameters=num_parameters - linear_weights - embedding - head,
-        max_positions=(positions := getattr(_text_config(model), "max_position_embeddings", None)),
-        has_learned_positions=positions is not None and _has_learned_positions(model),
+        max_positions=max_positions,
+        has_learned_positions=max_positions is not None and _has_learned_positions(model),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+from bitwright.comms.sizes import spell_count as spell_count
 from bitwright.plan import Interval, Limit
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -35,11 +36,6 @@ def spell_bytes(num_bytes: float) -> str:
         value, unit = value / 1024, unit + 1
     decimals = 0 if unit == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:.{decimals}f} {_UNITS[unit]}"
-
-
-def spell_count(number: int, noun: str) -> str:
-    """``"1 site"``, ``"1,024 sites"``: a noun whose plural ends in s."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def spell_number(value: float | None) -> str:
