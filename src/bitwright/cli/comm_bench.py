@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bitwright.cli.output import write_json
-from bitwright.cli.usage import UsageMistake, raise_if_there, split_names
+from bitwright.cli.usage import UsageMistake, is_given, raise_if_there, split_names
 from bitwright.comms.explain import collective_name
 from bitwright.comms.sizes import parse_sizes, spell_count
 from bitwright.errors import CommsError
@@ -59,8 +59,7 @@ def bench_command(
         raise UsageMistake(f"--out is '{out}'; name a .json file in a folder that exists")
     if out is not None:
         raise_if_there(out)
-    source = context.get_parameter_source("factor")
-    if source is not None and source.name == "COMMANDLINE" and ".." not in sizes:
+    if is_given(context, "factor") and ".." not in sizes:
         raise UsageMistake(
             f"--factor {factor} changes nothing, since --sizes {sizes} is no range; leave one of them out"
         )

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from bitwright.cli.table import new_console, new_table, print_rows, print_table
-from bitwright.cli.usage import UsageMistake
+from bitwright.cli.usage import UsageMistake, is_given
 from bitwright.comms.collectives import ALGORITHMS
 from bitwright.comms.explain import Explanation, Move, collective_name, description, explain, parse_data
 from bitwright.comms.sizes import spell_count
@@ -66,7 +66,6 @@ def explain_command(
         raise UsageMistake(
             f"--growth has no column of {algorithm}, whose sums depend on the ranks of a node; leave --growth out"
         )
-    source = context.get_parameter_source("segments")
     wire = None if dtype is None else wire_format(dtype)
     found = explain(
         op,
@@ -74,7 +73,7 @@ def explain_command(
         ranks,
         None if data is None else parse_data(data, ranks),
         ranks_per_node=ranks_per_node,
-        num_segments=segments if source is not None and source.name == "COMMANDLINE" else None,
+        num_segments=segments if is_given(context, "segments") else None,
         wire=wire,
     )
     console = new_console(highlight=False)

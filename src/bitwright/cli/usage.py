@@ -57,3 +57,9 @@ def raise_if_there(path: Path) -> None:
     """
     if path.exists():
         raise UsageMistake(f"'{path}' exists, and nothing is replaced; give another name or remove it")
+
+
+def is_given(context: typer.Context, option: str) -> bool:
+    """Whether an option stands on the command line; otherwise its value is the default."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"
