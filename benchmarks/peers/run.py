@@ -11,7 +11,9 @@ runs in a process of its own, in an environment of its own; what comes back are 
 when the last weight has its codes.
 
 A run that is done is kept and not done again (--fresh does), so a table may be filled in parts. Results go to
-benchmarks/results/peers-<model>.json. Run it on an otherwise idle machine: each run files the load that it began under.
+benchmarks/results/peers-<model>.json; what that file has of the same model and text, and this machine's cache has not,
+stays there, with the date and versions of its own run. Run it on an otherwise idle machine: each run files the load
+that it began under.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ sys.path.insert(0, str(HERE.parent))
 import machine
 
 RESULTS = HERE.parent / "results"
+_Run = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,8 +229,8 @@ def allocate(place: Place, roundings: str, rows: list[str]) -> None:
             evaluate(place, outs, group_size, {})
 
 
-def collect(place: Place) -> dict[str, Any]:
-    """All that is there of a model, for the result file."""
+def collect(place: Place, filed: dict[str, Any] | None) -> dict[str, Any]:
+    """All that is there of a model, for the result file: runs in the cache, then those that are only `filed`."""
     runs, failed = [], []
     for row_name, row in ROWS.items():
         for tool in row.tools:
@@ -237,23 +240,37 @@ def collect(place: Place) -> dict[str, Any]:
                 runs.append({**facts, **_read(folder)})
             elif (folder / "failed.json").exists():
                 failed.append({**facts, **json.loads((folder / "failed.json").read_text(encoding="utf-8"))})
+    facts = json.loads((place.folder / "facts.json").read_text(encoding="utf-8"))
+    alike = {
+        roundings: [
+            {"row": run["row"], "tool": run["tool"], **_read(folder)}
+            for run in runs
+            if (
+                (folder := place.allocation(roundings, place.run(run["row"], run["tool"]))) / "evaluation.json"
+            ).exists()
+        ]
+        for roundings in SAME_ROUNDINGS
+    }
+    if filed is not None and filed["facts"] == facts:
+        done = [*runs, *failed]
+        runs, failed = _with_older(runs, filed["runs"], done), _with_older(failed, filed["failed"], done)
+        alike = {name: _with_older(new, filed["same_rounding"].get(name, []), new) for name, new in alike.items()}
     return {
         "machine": machine.machine(["torch", "transformers"]),
-        "facts": json.loads((place.folder / "facts.json").read_text(encoding="utf-8")),
+        "facts": facts,
         "what": " ".join(__doc__.split("\n\n")[2].split()),
         "runs": runs,
         "failed": failed,
-        "same_rounding": {
-            roundings: [
-                {"row": run["row"], "tool": run["tool"], **_read(folder)}
-                for run in runs
-                if (
-                    (folder := place.allocation(roundings, place.run(run["row"], run["tool"]))) / "evaluation.json"
-                ).exists()
-            ]
-            for roundings in SAME_ROUNDINGS
-        },
+        "same_rounding": alike,
     }
+
+
+def _with_older(new: list[_Run], older: list[_Run], done: list[_Run]) -> list[_Run]:
+    """`new`, and of `older` what is not `done` again, in the order of ROWS and TOOLS."""
+    again = {(run["row"], run["tool"]) for run in done}
+    together = [*new, *(run for run in older if (run["row"], run["tool"]) not in again)]
+    rows, tools = list(ROWS), list(TOOLS)
+    return sorted(together, key=lambda run: (rows.index(run["row"]), tools.index(run["tool"])))
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -286,8 +303,9 @@ def main() -> None:
         if not arguments.no_allocation:
             for roundings in SAME_ROUNDINGS:
                 allocate(place, roundings, rows)
-    found = collect(place)
-    (RESULTS / f"peers-{place.model}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    path = RESULTS / f"peers-{place.model}.json"
+    found = collect(place, json.loads(path.read_text(encoding="utf-8")) if path.exists() else None)
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(tables.render(found))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -76,3 +77,37 @@ def test_growth_in_parts(tables: ModuleType, tmp_path: Path) -> None:
     assert "| 512 | 8.9 | 90.0 |" in text and "1,543,714,304" not in text
     assert "| processor minutes over parameters (billions) | 1.00 | 58.25 | 0.9987 |" in text
     assert "![growth](../benchmarks/results/scale.svg)" in text and "whole searches." in text
+
+
+def test_runs_that_are_only_filed_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache has one tool's new run; the file has its old run, another's, and a failure that is done since."""
+    folder = Path(__file__).parents[2] / "benchmarks" / "peers"
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    spec = importlib.util.spec_from_file_location("peers_run", folder / "run.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, script)
+    spec.loader.exec_module(script)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    place, facts = script.Place(model="demo"), {"model": "demo"}
+    place.folder.mkdir(parents=True)
+    (place.folder / "facts.json").write_text(json.dumps(facts))
+    for tool, kl in (("autoround", 0.5), ("bitwright", 0.2)):
+        done = place.run("4.62", tool)
+        done.mkdir(parents=True)
+        (done / "evaluation.json").write_text(json.dumps({"kl": kl}))
+        (done / "result.json").write_text(json.dumps({"bits": {"a": 4}}))
+    older = {
+        "facts": facts,
+        "runs": [run("4.00", "bitwright", kl=0.3), run("4.62", "bitwright", kl=0.9), run("4.62", "modelopt", kl=0.8)],
+        "failed": [{"row": "4.62", "tool": "autoround", "reason": "no"}, {"row": "5.31", "tool": "modelopt"}],
+        "same_rounding": {"rtn + clip": [run("4.62", "modelopt", kl=0.7)]},
+    }
+    found = script.collect(place, older)
+    assert [(r["row"], r["tool"], r["kl"]) for r in found["runs"]] == [
+        ("4.00", "bitwright", 0.3), ("4.62", "modelopt", 0.8), ("4.62", "autoround", 0.5), ("4.62", "bitwright", 0.2),
+    ]  # fmt: skip
+    assert [(r["row"], r["tool"]) for r in found["failed"]] == [("5.31", "modelopt")]
+    assert [r["kl"] for r in found["same_rounding"]["rtn + clip"]] == [0.7]
+    of_other_text = script.collect(place, {**older, "facts": {"model": "demo", "text": "another"}})
+    assert [r["kl"] for r in of_other_text["runs"]] == [0.5, 0.2] and not of_other_text["failed"]
