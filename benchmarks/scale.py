@@ -225,6 +225,8 @@ def plot() -> None:
         ):
             axis = axes[row, column]
             pairs = [(x_of(point), y_of(point)) for point in points]
+            if not pairs:
+                continue
             if len(pairs) >= 2:
                 start, slope, share = fit(pairs)
                 lines[f"{what} over {name}"] = {"at_zero": start, "slope": slope, "r_squared": share}

@@ -18,6 +18,7 @@ from bitwright.export import export, share_tensor_scales
 from bitwright.inference import apply, calibrate_static
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.value_sites import find_value_sites
+from bitwright.plan import Plan
 
 #: A python with ModelOpt.
 READER = os.environ.get("BITWRIGHT_MODELOPT_PYTHON")
@@ -94,12 +95,16 @@ def test_fours_have_a_scale_for_every_tensor(loaded: LoadedModel, tmp_path: Path
     assert (quantization["quant_algo"], quantization["group_size"]) == ("NVFP4", 16)
 
 
-def test_caches_have_one_scale_a_layer(loaded: LoadedModel, tmp_path: Path) -> None:
+def cached_in_fp8(loaded: LoadedModel) -> Plan:
+    """Every cache in FP8 with the scale 0.25."""
     sites = [site for site in find_value_sites(loaded.model) if site.role == "kv_cache"]
     scales = {f"{site.name}/scale": np.array([0.25], dtype=np.float32) for site in sites}
     plan = plan_of([choice(site, "fp8_e4m3_tensor") for site in sites], scales)
-    plan = plan.replace(model=plan.model.model_copy(update={"hash": loaded.hash}))
-    export(plan, loaded, "tensorrt-llm", tmp_path / "out")
+    return plan.replace(model=plan.model.model_copy(update={"hash": loaded.hash}))
+
+
+def test_caches_have_one_scale_a_layer(loaded: LoadedModel, tmp_path: Path) -> None:
+    export(cached_in_fp8(loaded), loaded, "tensorrt-llm", tmp_path / "out")
     stored = stored_tensors(tmp_path / "out")
     assert stored["model.layers.0.self_attn.v_proj.v_scale"].item() == 0.25
     assert stored_json(tmp_path / "out", "hf_quant_config.json")["quantization"]["kv_cache_quant_algo"] == "FP8"
@@ -125,7 +130,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
-from modelopt.torch.export.quant_utils import to_quantized_weight
+from modelopt.torch.export.quant_utils import postprocess_state_dict, to_quantized_weight
+from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
 folder, values = Path(sys.argv[1]), torch.load(sys.argv[2])
 print(json.dumps(convert_hf_quant_config_format(json.loads((folder / "hf_quant_config.json").read_text()))))
 stored = load_file(folder / "model.safetensors")
@@ -137,6 +143,17 @@ for name, (kind, weight, size) in values.items():
         ours, again = (torch.stack([codes & 15, codes >> 4]) for codes in (ours, again))
         ours, again = ours.where(ours != 8, 0), again.where(again != 8, 0)
     assert torch.equal(again, ours), name
+    held = {"fp8_pc_pt": FP8QTensor, "nvfp4": NVFP4QTensor}.get(kind)
+    if held is not None:
+        scale = scale[:, None] if kind == "fp8_pc_pt" else scale
+        read = held(weight.shape, torch.float32, stored[name + ".weight"]).dequantize(
+            scale=scale, double_scale=second, block_sizes={-1: 16} if kind == "nvfp4" else None)
+        torch.testing.assert_close(read, weight, rtol=2e-7, atol=0)
+cache = {name: scale for name, scale in stored.items() if name.endswith((".k_scale", ".v_scale"))}
+amax = {name[:-len("_proj.k_scale")] + "_bmm_quantizer._amax": 448 * scale for name, scale in cache.items()}
+named = postprocess_state_dict(amax, 448, "FP8")
+assert cache and named.keys() == cache.keys(), (named.keys(), cache.keys())
+assert all(torch.equal(named[name], scale.float()) for name, scale in cache.items())
 """
 
 
@@ -146,11 +163,13 @@ def test_modelopt_reads_the_config_and_makes_the_same_bytes_of_the_values(loaded
     assert READER
     names = {FOURS: "nvfp4_static"}
     schemes = {"mlp": "int4_g128", "attn": "fp8"}
-    plan = planned(
+    weights = planned(
         loaded,
         lambda site: names.get(site.name, schemes.get(site.role.partition(".")[0], "bf16")),
         {f"{FOURS}/input_scale": np.array(0.02, dtype=np.float32)},
     )
+    caches = cached_in_fp8(loaded)
+    plan = weights.replace(sites=weights.sites + caches.sites).attach(tensors={**weights.tensors, **caches.tensors})
     export(plan, loaded, "tensorrt-llm", tmp_path / "out", dtype="fp32")
     run = apply(plan, loaded)
     kinds = {NAME: ("int4_awq", 128), "model.layers.0.self_attn.q_proj": ("fp8_pc_pt", 128), FOURS: ("nvfp4", 16)}

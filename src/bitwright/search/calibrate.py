@@ -44,6 +44,7 @@ from bitwright.quantize.seen import WINDOW_TOKENS, product_dtype
 from bitwright.search.output import Output
 from bitwright.search.outputs.tokens import Tokens
 from bitwright.search.progress import Stage
+from bitwright.search.recast import recasting
 from bitwright.search.text import TextSet
 from bitwright.search.token_rows import HeldRows, Rows, SpooledRows, append
 
@@ -123,6 +124,7 @@ class Statistics:
 class _Recorder:
     """Collects (x, g) batch by batch."""
 
+    model: nn.Module
     generator: torch.Generator
     num_tokens: int
     num_gradient_tokens: int
@@ -153,7 +155,7 @@ class _Recorder:
         self.batch_gradients.clear()
 
     def handle(self, matrix: Matrix, x: Tensor, operation: Callable[[Tensor], Tensor]) -> Tensor:
-        y = operation(x)
+        y = recasting(operation, x, self._weight(matrix)) if x.is_floating_point() else operation(x)
         if not x.is_floating_point():
             if torch.is_grad_enabled():
                 self.ids.setdefault(matrix.name, []).append(x.detach().reshape(-1))
@@ -174,6 +176,10 @@ class _Recorder:
         self.batch_gradients.append((matrix.name, gradients, rows))
         y.register_hook(lambda g: gradients.write(rows, g.detach().reshape(-1, g.shape[-1])))
         return y
+
+    def _weight(self, matrix: Matrix) -> Tensor:
+        stored = self.model.get_parameter(matrix.parameter)
+        return stored if matrix.expert is None else stored[matrix.expert]
 
     def _record_input(self, name: str, x: Tensor) -> None:
         """Keep an input; the same tensor read by several matrices is kept once, under the first one's name."""
@@ -239,6 +245,7 @@ def calibrate(
     output = Tokens() if output is None else output
     num_learning = _sequences_with_gradients(text, output, observers)
     recorder = _Recorder(
+        model=model,
         generator=generator,
         num_tokens=num_tokens,
         num_gradient_tokens=num_learning * length,
