@@ -15,8 +15,9 @@ from bitwright.errors import ModelError
 from bitwright.models import find_sites
 from bitwright.models.linear_calls import matrices_of
 from bitwright.models.value_sites import find_value_sites
-from bitwright.search.calibrate import NUM_HEAD_TOKENS, NUM_UNROUNDED_TOKENS, Statistics, calibrate
+from bitwright.search.calibrate import NUM_HEAD_TOKENS, calibrate
 from bitwright.search.outputs.tokens import Tokens, draw
+from bitwright.search.recorder import NUM_UNROUNDED_TOKENS, Statistics
 from bitwright.search.text import TextSet
 from bitwright.search.value_observer import ValueObserver
 

@@ -20,12 +20,13 @@ from bitwright.quantize import ROUNDINGS, SCHEMES, fake_quantize
 from bitwright.quantize.seen import Seen
 from bitwright.search import quantizer as quantizer_module
 from bitwright.search.cache import Cache
-from bitwright.search.calibrate import Statistics, calibrate
+from bitwright.search.calibrate import calibrate
 from bitwright.search.candidate import Candidate, candidates_of
 from bitwright.search.learn import MIN_TOKENS, count_tokens, learn
 from bitwright.search.optimism import measure_optimism, optimism_of
 from bitwright.search.progress import Silent
 from bitwright.search.quantizer import Quantizer
+from bitwright.search.recorder import Statistics
 from bitwright.search.score import score
 
 AWARE = Candidate(scheme="int4_g32", rounding="gradient_aware")

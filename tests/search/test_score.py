@@ -19,11 +19,12 @@ from bitwright.models.sites import Site
 from bitwright.quantize import ROUNDINGS, SCHEMES, dequantize, fake_quantize, quantize
 from bitwright.quantize import seen as seen_module
 from bitwright.search import score as score_module
-from bitwright.search.calibrate import Inputs, MatrixStatistics, Statistics, calibrate
+from bitwright.search.calibrate import calibrate
 from bitwright.search.candidate import Candidate, candidates_of
 from bitwright.search.compare import compare, run_logits, run_reference
 from bitwright.search.joint_fits import seen_at
 from bitwright.search.quantizer import Quantizer
+from bitwright.search.recorder import Inputs, MatrixStatistics, Statistics
 from bitwright.search.score import score
 
 N, K, T = 24, 16, 96

@@ -17,8 +17,8 @@ from bitwright.models.sites import Site, site_weight
 from bitwright.quantize import SCHEMES, TRANSFORMS
 from bitwright.quantize.fitted import Fitted
 from bitwright.quantize.seen import Seen
-from bitwright.search.calibrate import Statistics
 from bitwright.search.candidate import Candidate
+from bitwright.search.recorder import Statistics
 
 
 def seen_at(site: Site, matrix_name: str, statistics: Statistics, tokens: slice = slice(None)) -> Seen | None:

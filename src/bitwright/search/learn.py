@@ -22,13 +22,14 @@ from bitwright.models.linear_calls import matrices_of
 from bitwright.models.spool import Spool
 from bitwright.quantize.seen import WINDOW_TOKENS
 from bitwright.search.cache import Cache
-from bitwright.search.calibrate import Statistics, calibrate
+from bitwright.search.calibrate import calibrate
 from bitwright.search.candidate import Candidate
 from bitwright.search.joint_fits import seen_at
 from bitwright.search.optimism import measure_optimism
 from bitwright.search.output import Output
 from bitwright.search.progress import Progress
 from bitwright.search.quantizer import Quantizer
+from bitwright.search.recorder import Statistics
 from bitwright.search.score import Scores, score
 from bitwright.search.text import TextSet
 

@@ -37,10 +37,10 @@ from bitwright.models.linear_calls import matrices_of
 from bitwright.models.sites import Site, site_weight
 from bitwright.quantize import ROUNDINGS, SCHEMES, TRANSFORMS
 from bitwright.quantize.seen import Seen
-from bitwright.search.calibrate import MatrixStatistics, Statistics
 from bitwright.search.candidate import Candidate
 from bitwright.search.joint_fits import seen_at
 from bitwright.search.quantizer import Quantizer
+from bitwright.search.recorder import MatrixStatistics, Statistics
 from bitwright.search.score import weight_kls
 from bitwright.search.shrink import drawn_to_mean
 

@@ -31,10 +31,10 @@ from bitwright.quantize.compensation import compensated
 from bitwright.quantize.error_feedback import effort_for, feed_back
 from bitwright.quantize.qtensor import QTensor
 from bitwright.quantize.scheme import TensorScheme
-from bitwright.search.calibrate import Statistics
 from bitwright.search.joint_fits import seen_at
 from bitwright.search.output import Output
 from bitwright.search.progress import Stage
+from bitwright.search.recorder import Statistics
 from bitwright.search.text import TextSet
 
 #: Roles whose output is added to the residual stream.

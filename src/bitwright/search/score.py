@@ -42,10 +42,10 @@ from bitwright.models.sites import Site, site_weight
 from bitwright.quantize import SCHEMES, TRANSFORMS
 from bitwright.quantize.seen import Seen, product_dtype, windows
 from bitwright.quantize.static_scales import find_static_scale, overflows, round_input
-from bitwright.search.calibrate import EmbeddingStatistics, Inputs, MatrixStatistics, Statistics
 from bitwright.search.candidate import Candidate
 from bitwright.search.joint_fits import JointFits, seen_at
 from bitwright.search.quantizer import Quantizer
+from bitwright.search.recorder import EmbeddingStatistics, Inputs, MatrixStatistics, Statistics
 
 #: A score sums over so many windows, or tokens where that is more; beyond that evenly spaced ones stand for all. The
 #: standard error of a site's score is then √(2 / windows), an eighth; twice the time would make it an eleventh.
