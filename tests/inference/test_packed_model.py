@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -268,6 +269,17 @@ def test_a_compiler_sees_one_operator_and_its_gradient(make_tiny_model: Callable
     layer(x).square().sum().backward()
     compiled(again).square().sum().backward()
     torch.testing.assert_close(again.grad, x.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's own compiler needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, while it imports its compiler
+@pytest.mark.parametrize(("scheme", "mode"), [("int4_g32", "packed"), ("fp8", "packed"), ("fp8", "emulate")])
+def test_torch_compile_with_its_own_backend(make_tiny_model: Callable[..., Any], scheme: str, mode: str) -> None:
+    plan = uniform_plan(find_sites(make_tiny_model("llama")), scheme)
+    planned: Any = apply(plan, make_tiny_model("llama"), mode=mode, dtype=torch.float32)
+    compiled = torch.compile(planned, fullgraph=scheme == "int4_g32")
+    assert difference(logits_of(compiled), logits_of(planned)) < FP32_TOLERANCE
 
 
 @pytest.mark.parametrize("scheme", ["int8_w", "int4_g32_zp", "int4_g32_min", "fp8_block", "fp6_w", "mxfp4", "nvfp4"])

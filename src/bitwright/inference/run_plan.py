@@ -240,6 +240,7 @@ class _Roundings:
             opened={},
         )
 
+    @torch.compiler.disable
     def begin(self, module: nn.Module, _: Any) -> None:
         """Start to round."""
         watched = [site for site in self.sites if site.name in self.rules]
@@ -249,6 +250,7 @@ class _Roundings:
             stack.enter_context(emulate_values(module, self.values, sites=self.sites, fallbacks=self.fallbacks))
             self.opened.setdefault(threading.get_ident(), []).append(stack.pop_all())
 
+    @torch.compiler.disable
     def end(self, *_: Any) -> None:
         """Stop rounding, also where the forward raised."""
         stacks = self.opened.get(threading.get_ident())
@@ -262,6 +264,7 @@ class _Roundings:
             if any(site.name in self.rules for site in matrix.sites)
         }
 
+        @torch.compiler.disable
         def handle(matrix: Matrix, x: Tensor, operation: Operation) -> Tensor:
             return of_matrix[matrix.name].multiply(x, operation, fallback=self.inputs.get(matrix.name))
 
