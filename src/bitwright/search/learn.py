@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from bitwright.models import Site
+from bitwright.models.heap import give_back_freed_memory
 from bitwright.models.linear_calls import matrices_of
 from bitwright.models.spool import Spool
 from bitwright.quantize.seen import WINDOW_TOKENS
@@ -77,6 +78,8 @@ def learn(
         with nullcontext() if spool is None else Spool(spool.folder) as seen:
             with progress.stage("calibrate", text.num_sequences) as stage:
                 statistics = calibrate(model, sites, text, seed=seed, stage=stage, output=output, spool=seen)
+            if seen is not None:
+                give_back_freed_memory()
             reached = count_tokens(sites, statistics)
             enough = [site for site in sites if reached[site.name] >= MIN_TOKENS]
             known |= {c: {} for c in missing}

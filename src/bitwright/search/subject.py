@@ -8,7 +8,6 @@ from pathlib import Path
 
 from bitwright.errors import BudgetError, DataError
 from bitwright.models import Site, find_sites
-from bitwright.models.heap import give_back_large_blocks
 from bitwright.models.load import load
 from bitwright.models.loaded import LoadedModel
 from bitwright.models.norm_readers import find_factor_homes
@@ -65,14 +64,11 @@ def open_subject(
         cache: folder of all caches, "default" or None.
         allow_pickle: load pickled checkpoints, which can run code.
         progress: shows the stages.
-        spool_folder: where what outgrows the memory may go, and what is freed goes back to the system (`models.heap`);
-            None keeps all in memory.
+        spool_folder: where what outgrows the memory may go; None keeps all in memory.
 
     Raises:
         ModelError, DataError: what cannot be read or cut, or a folder that cannot be written to.
     """
-    if spool_folder is not None:
-        give_back_large_blocks()
     with progress.stage("load", 1) as stage:
         loaded = (
             model
