@@ -43,14 +43,14 @@ def huge_pages() -> str:
 
 
 def commit() -> str:
-    """The commit of the sources, with "+" where tracked files differ from it; "" outside a repository."""
+    """The commit of the sources, with "+" where tracked files but results differ from it; "" outside a repository."""
     here = Path(__file__).parent
     try:
         name = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, check=True
         ).stdout.strip()
         changed = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no", "--", "../src", "."],
+            ["git", "status", "--porcelain", "--untracked-files=no", "--", "../src", ".", ":(exclude)results"],
             cwd=here, capture_output=True, text=True, check=True,
         ).stdout.strip()  # fmt: skip
     except (OSError, subprocess.CalledProcessError):

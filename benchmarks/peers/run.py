@@ -12,7 +12,7 @@ when the last weight has its codes.
 
 A run that is done is kept and not done again (--fresh does), so a table may be filled in parts. Results go to
 benchmarks/results/peers-<model>.json; what that file has of the same model and text, and this machine's cache has not,
-stays there, with the date and versions of its own run. Run it on an otherwise idle machine: each run files the load
+stays there, with the date, commit and versions of its own run. Run it on an otherwise idle machine: each run files the load
 that it began under.
 """
 
@@ -165,7 +165,7 @@ def quantize(place: Place, row_name: str, tool_name: str) -> None:
         print(f"  failed, and is left out: see {out / 'log.txt'}", file=sys.stderr)
         (out / "failed.json").write_text(json.dumps({"reason": _reason(out / "log.txt")}), encoding="utf-8")
         return
-    evaluate(place, [out], row.group_size, {"load_average": load, "when": machine.now()})
+    evaluate(place, [out], row.group_size, {"load_average": load, "when": machine.now(), "commit": machine.commit()})
 
 
 def _reason(log: Path) -> str:
