@@ -12,8 +12,8 @@ when the last weight has its codes.
 
 A run that is done is kept and not done again (--fresh does), so a table may be filled in parts. Results go to
 benchmarks/results/peers-<model>.json; what that file has of the same model and text, and this machine's cache has not,
-stays there, with the date, commit and versions of its own run. Run it on an otherwise idle machine: each run files the load
-that it began under.
+stays there, with the date, commit and versions of its own run. Run it on an otherwise idle machine: each run files the
+load that it began under.
 """
 
 from __future__ import annotations
