@@ -68,6 +68,25 @@ def test_the_model_itself_has_a_kl_of_exactly_zero(make_tiny_model: Callable[...
     assert np.array_equal(found.num_agreeing, found.num_scored)
 
 
+def test_a_large_vocabulary_comes_in_smaller_batches(
+    make_tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for the logits of 40 tokens: two sequences of 16; the numbers are those of 64 sequences at once."""
+    model, other = make_tiny_model("llama"), make_tiny_model("llama", seed=1)
+    text, sizes = random_text(7, 16), []
+
+    def run(ids: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(ids))
+        return run_logits(other, ids)
+
+    at_once = compare(run_reference(model, text, NoStage()), run, NoStage())
+    monkeypatch.setattr("bitwright.search.compare.MAX_BATCH_LOGITS", 40 * model.config.vocab_size)
+    found = compare(run_reference(model, text, NoStage()), run, NoStage())
+    assert sizes == [7, 2, 2, 2, 1]
+    np.testing.assert_allclose(found.kl, at_once.kl, rtol=1e-5)
+    assert np.array_equal(found.num_scored, at_once.num_scored)
+
+
 @pytest.mark.parametrize("num_sequences", [1, 16, 64, 70, 200])
 def test_measures_exactly_the_sequences_asked_for(make_tiny_model: Callable[..., Any], num_sequences: int) -> None:
     model, other = make_tiny_model("llama"), make_tiny_model("llama", seed=1)

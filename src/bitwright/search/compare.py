@@ -18,6 +18,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,8 +32,9 @@ from bitwright.search.output import Array
 from bitwright.search.progress import Stage
 from bitwright.search.text import TextSet
 
-#: Tokens per forward pass.
+#: Tokens per forward pass, and the most logits of one; those of reference and plan are in memory together, in fp32.
 BATCH_TOKENS = 1024
+MAX_BATCH_LOGITS = 1 << 26
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -73,6 +75,7 @@ class Reference:
     model: nn.Module | None = None
     spool: Spool | None = None
     spooled: Mapping[int, Kept] = field(default_factory=dict)
+    batch_tokens: int = BATCH_TOKENS
 
     @property
     def kept(self) -> Tensor | None:
@@ -80,7 +83,7 @@ class Reference:
         return self.head_inputs
 
     def logits(self, rows: slice) -> Tensor:
-        """fp32 [sequences in rows, length, vocabulary]; rows begin as one of the `batches` does."""
+        """fp32 [sequences in rows, length, vocabulary]; rows begin as one of the batches of `batch_tokens` does."""
         if self.head_inputs is not None and self.head_weight is not None:
             return F.linear(self.head_inputs[rows], self.head_weight, self.head_bias)
         if self.spool is not None:
@@ -95,10 +98,10 @@ def run_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
     return logits.float()
 
 
-def batches(text: TextSet) -> Iterator[slice]:
-    """Slices over sequences of at most BATCH_TOKENS tokens (at least one sequence)."""
+def batches(text: TextSet, num_tokens: int = BATCH_TOKENS) -> Iterator[slice]:
+    """Slices over sequences of at most so many tokens (at least one sequence)."""
     length = text.input_ids.shape[1]
-    step = max(1, BATCH_TOKENS // length)
+    step = max(1, num_tokens // length)
     for start in range(0, text.num_sequences, step):
         yield slice(start, min(start + step, text.num_sequences))
 
@@ -131,11 +134,13 @@ def run_reference(
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[operator]
     head_weight = head.weight.detach() if isinstance(head, nn.Linear) else None
     head_bias = head.bias.detach() if isinstance(head, nn.Linear) and head.bias is not None else None
+    num_tokens = BATCH_TOKENS if head_weight is None else min(BATCH_TOKENS, MAX_BATCH_LOGITS // head_weight.shape[0])
+    by_head = partial(Reference, text=text, head_weight=head_weight, head_bias=head_bias, batch_tokens=num_tokens)
     if known_head_inputs is not None:
         stage.advance(text.num_sequences)
-        return Reference(text=text, head_inputs=known_head_inputs, head_weight=head_weight, head_bias=head_bias)
+        return by_head(head_inputs=known_head_inputs)
     kept: list[Tensor] = []
-    for rows in batches(text):
+    for rows in batches(text, num_tokens):
         with _capture_input(head) as captured:
             logits = run_logits(model, text.input_ids[rows])
         if not all(bool(torch.isfinite(of_sequence).all()) for of_sequence in logits):
@@ -150,21 +155,18 @@ def run_reference(
             or not torch.equal(F.linear(captured[0], head_weight, head_bias), logits)
         ):
             stage.advance(text.num_sequences - rows.stop)
-            return Reference(
-                text=text,
+            return by_head(
                 head_inputs=None,
-                head_weight=head_weight,
-                head_bias=head_bias,
                 model=copy.deepcopy(model) if spool is None else None,
                 spool=spool,
-                spooled={} if spool is None else _spool_logits(model, text, spool),
+                spooled={} if spool is None else _spool_logits(model, text, num_tokens, spool),
             )
         kept.append(captured[0].clone())
-    return Reference(text=text, head_inputs=torch.cat(kept), head_weight=head_weight, head_bias=head_bias)
+    return by_head(head_inputs=torch.cat(kept))
 
 
-def _spool_logits(model: nn.Module, text: TextSet, spool: Spool) -> dict[int, Kept]:
-    return {rows.start: spool.keep(run_logits(model, text.input_ids[rows])) for rows in batches(text)}
+def _spool_logits(model: nn.Module, text: TextSet, num_tokens: int, spool: Spool) -> dict[int, Kept]:
+    return {rows.start: spool.keep(run_logits(model, text.input_ids[rows])) for rows in batches(text, num_tokens)}
 
 
 class _capture_input:
@@ -204,14 +206,11 @@ def compare(
     last = text.num_sequences if num_sequences is None else min(num_sequences, text.num_sequences)
     sums: list[Tensor] = []
     token_kls: list[Tensor] = []
-    for batch in batches(text):
+    for batch in batches(text, reference.batch_tokens):
         rows = slice(batch.start, min(batch.stop, last))
         if rows.start >= rows.stop:
             break
-        ids, scored = text.input_ids[rows], text.scored[rows]
-        plan_logits, reference_logits = run(ids), reference.logits(rows)
-        for i in range(ids.shape[0]):
-            found, token_kl = _sequence_effects(reference_logits[i], plan_logits[i], ids[i], scored[i])
+        for found, token_kl in _batch_effects(reference, run, rows):
             sums.append(found)
             token_kls.append(token_kl)
         if not all(bool(torch.isfinite(found).all()) for found in sums[rows.start :]):
@@ -230,6 +229,16 @@ def compare(
         num_agreeing=columns[:, 4],
         token_kl=torch.cat(token_kls).numpy(),
     )
+
+
+def _batch_effects(
+    reference: Reference, run: Callable[[Tensor], Tensor], rows: slice
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """`_sequence_effects` of some sequences; their logits are gone before those of the next are made."""
+    text = reference.text
+    plan_BLV, reference_BLV = run(text.input_ids[rows]), reference.logits(rows)
+    for i, (ids_L, scored_L) in enumerate(zip(text.input_ids[rows], text.scored[rows], strict=True)):
+        yield _sequence_effects(reference_BLV[i], plan_BLV[i], ids_L, scored_L)
 
 
 def _sequence_effects(reference_LV: Tensor, plan_LV: Tensor, ids_L: Tensor, scored_L: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from bitwright.models.heap import give_back_freed_memory
 from bitwright.models.loaded import LoadedModel
 from bitwright.plan import QUALITY_LIMITS, Budget, Plan, Prediction, Workload
 from bitwright.search.clock import Clock
@@ -142,6 +143,7 @@ def optimize(
     if settings.effort == "high":
         raise_if_no_room(subject, folder)
     learned, learned_values = learn_scores(subject, settings, clock)
+    _give_back(subject)
     meter = open_meter(subject, learned, learned_values, clock)
     problem, probes = probe(subject, settings, learned, meter, clock)
     mended = mend(
@@ -199,11 +201,18 @@ def open_meter(subject: Subject, learned: Learned, values: ValueLearned | None, 
     )
 
 
+def _give_back(subject: Subject) -> None:
+    """With low memory, what a stage has freed is no longer the process's."""
+    if subject.spool is not None:
+        give_back_freed_memory()
+
+
 def _prove(plan: Plan, subject: Subject, refined: Refined, progress: Progress) -> Plan:
     """Look at the final text, once, and hold every limit against what was seen."""
     mended = refined.mended
     reference = known_reference(subject, subject.splits.final, progress)
     facts = known_reference_facts(subject, reference, progress)
+    _give_back(subject)
     measured = prove(
         plan,
         subject.loaded,
