@@ -49,6 +49,7 @@ class Curvature:
         step = damping * mean if mean > 0 else 1.0
         raised_K = diagonal_K + step
         matrix_KK = estimate_KK.clone()
+        del estimate_KK  # four of these at once are 1.2 GiB where K is 8,960
         while True:
             matrix_KK.diagonal().copy_(raised_K)
             # lower factor of the matrix read backwards = upper factor of the matrix
@@ -56,8 +57,7 @@ class Curvature:
             if not int(failed):
                 break
             raised_K = raised_K + step
-        upper_KK = lower_KK.flip(0, 1)
+        upper_KK = lower_KK.flip(0, 1).contiguous()
+        del lower_KK
         root_K = upper_KK.diagonal().clone()
-        return Curvature(
-            matrix_KK=matrix_KK, feedback_KK=(upper_KK / root_K).triu_(1).contiguous(), pivots_K=root_K.square()
-        )
+        return Curvature(matrix_KK=matrix_KK, feedback_KK=upper_KK.div_(root_K).triu_(1), pivots_K=root_K.square())

@@ -91,6 +91,8 @@ def learn(
                         known[candidate][found.site.name] = kl
                     for candidate, count in found.overflows.items():
                         overflows[candidate][found.site.name] = count
+                    if seen is not None:
+                        give_back_freed_memory()
                     stage.advance()
         quantizer.write()
         cache.write_overflows(overflows)
