@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -118,7 +119,7 @@ def _log_ratios(
     logs: dict[Candidate, list[float]] = {}
     for own, other in (halves, halves[::-1]):
         assert own is not None and other is not None
-        errors = _errors(site, weight_NK, own, candidates)
+        errors = _errors(site, weight_NK, replace(own), candidates)  # a copy: the factors of its H go with it
         of_own, of_other = (
             weight_kls(half, errors.__getitem__, candidates, weight_NK.numel(), statistics.num_scored)
             for half in (own, other)
