@@ -241,7 +241,6 @@ def plot() -> None:
             axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"optimize --low-memory on random Qwen2-shaped models, {found['machine']['cpu']}", fontsize=10)
     figure.savefig(RESULTS / "scale.svg")
-    figure.savefig(RESULTS / "scale.png", dpi=110)
     write({**found, "lines": lines})
 
 
