@@ -225,7 +225,8 @@ def plot() -> None:
         ):
             axis = axes[row, column]
             pairs = [(x_of(point), y_of(point)) for point in points]
-            if not pairs:
+            if not pairs:  # filed later
+                axis.set_visible(False)
                 continue
             if len(pairs) >= 2:
                 start, slope, share = fit(pairs)
