@@ -40,6 +40,8 @@ def start(*arguments: list[str], ranks: Sequence[int] = (), world: int | None = 
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # who starts the tests in the background of a script has them, and what they start, ignore interrupts
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         for rank, own in zip(ranks or range(len(arguments)), arguments, strict=True)
     ]
