@@ -105,8 +105,9 @@ class Recorder:
         self.batch_gradients.clear()
 
     def handle(self, matrix: Matrix, x: Tensor, operation: Callable[[Tensor], Tensor]) -> Tensor:
-        y = recasting(operation, x, self._weight(matrix)) if x.is_floating_point() else operation(x)
-        if not x.is_floating_point():
+        is_lookup = not x.is_floating_point()
+        y = operation(x) if is_lookup else recasting(operation, x, self._weight(matrix))
+        if is_lookup:
             if torch.is_grad_enabled():
                 self.ids.setdefault(matrix.name, []).append(x.detach().reshape(-1))
         elif matrix.name in self.head_matrices:
